@@ -1,0 +1,1 @@
+"""Prompts, answers, anchors and features: what training eats."""

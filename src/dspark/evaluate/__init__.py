@@ -1,0 +1,1 @@
+"""Measuring: benchmarks, calibration, profiles, reports."""

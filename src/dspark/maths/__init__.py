@@ -1,0 +1,1 @@
+"""Pure functions of the method: no config, logger, file or process group in here."""

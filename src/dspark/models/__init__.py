@@ -1,0 +1,1 @@
+"""Targets, drafters, and the reading of their weights."""
