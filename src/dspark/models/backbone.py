@@ -1,0 +1,222 @@
+"""The drafter's parallel backbone: a few Qwen3-shaped layers that predict a whole block in one pass.
+
+The target's tapped states are projected once, C = RMSNorm(fc . F), and injected into the keys and values of every layer
+(seed section 5.1). A block is the anchor's embedding followed by masks; slot k predicts the token at anchor + k + 1, so the
+anchor's slot predicts too. Every query sees the context strictly before its anchor and all slots of its own block.
+
+This module is the training form: it runs many blocks of several sequences at once and autograd works through it. The
+decoding form, one block after another over cached context keys and values, is in :mod:`dspark.models.drafter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dspark.models.draft_config import DraftConfig
+from dspark.models.heads import ConfidenceHead, VanillaMarkovHead
+
+
+@dataclass(frozen=True)
+class BlockBatch:
+    """Blocks of one or several sequences, flat; sequence s owns ``context_counts[s]`` rows and ``block_counts[s]`` blocks.
+
+    ``anchors`` are positions within their own sequence. A context may be cut after its last anchor: later rows are seen
+    by nobody.
+    """
+
+    features: Float[Tensor, "context features"]
+    context_counts: Sequence[int]
+    anchors: Int[Tensor, "blocks"]
+    anchor_ids: Int[Tensor, "blocks"]
+    block_counts: Sequence[int]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; the mean is taken in fp32 (or finer) whatever the compute dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+        wide = x if x.dtype == torch.float64 else x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale * self.weight).to(x.dtype)
+
+
+def rope_table(positions: Int[Tensor, "rows"], head_dim: int, theta: float) -> Float[Tensor, "two rows head_dim"]:
+    """Cosines and sines of the rotary embedding, halves repeated (transformers' ``rotate_half`` convention), fp32."""
+    rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    angles = positions.double()[:, None] * rates
+    angles = torch.cat((angles, angles), -1)
+    return torch.stack((angles.cos(), angles.sin())).float()
+
+
+def rotate(x: Float[Tensor, "rows heads head_dim"], table: Float[Tensor, "two rows head_dim"]) -> Float[Tensor, "rows heads head_dim"]:
+    """Apply the rotary embedding of each row's position."""
+    cos, sin = table.to(x.dtype)[:, :, None]
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+class DraftAttention(nn.Module):
+    """Attention over [context ; own block]; keys and values of both come from the same projections."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        d, h = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, h
+        self.q_proj = nn.Linear(d, self.heads * h, bias=False)
+        self.k_proj = nn.Linear(d, self.kv_heads * h, bias=False)
+        self.v_proj = nn.Linear(d, self.kv_heads * h, bias=False)
+        self.o_proj = nn.Linear(self.heads * h, d, bias=False)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps)
+        self.k_norm = RMSNorm(h, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Float[Tensor, "slots hidden"],
+        context: Float[Tensor, "context hidden"],
+        batch: BlockBatch,
+        slot_table: Float[Tensor, "two slots head_dim"],
+        context_table: Float[Tensor, "two context head_dim"],
+    ) -> Float[Tensor, "slots hidden"]:
+        q = rotate(self.q_norm(_linear(x, self.q_proj).unflatten(1, (self.heads, -1))), slot_table)
+        k = rotate(self.k_norm(_linear(x, self.k_proj).unflatten(1, (self.kv_heads, -1))), slot_table)
+        v = _linear(x, self.v_proj).unflatten(1, (self.kv_heads, -1))
+        k_ctx = rotate(self.k_norm(_linear(context, self.k_proj).unflatten(1, (self.kv_heads, -1))), context_table)
+        v_ctx = _linear(context, self.v_proj).unflatten(1, (self.kv_heads, -1))
+        size = x.shape[0] // max(1, batch.anchors.shape[0])
+        outputs, slot0, row0, block0 = [], 0, 0, 0
+        for rows, blocks in zip(batch.context_counts, batch.block_counts, strict=True):
+            slots = slice(slot0, slot0 + blocks * size)
+            ctx = slice(row0, row0 + rows)
+            anchors = batch.anchors[block0 : block0 + blocks]
+            outputs.append(block_attention(q[slots], k[slots], v[slots], k_ctx[ctx], v_ctx[ctx], anchors))
+            slot0, row0, block0 = slot0 + blocks * size, row0 + rows, block0 + blocks
+        return _linear(torch.cat(outputs), self.o_proj)
+
+
+def block_attention(
+    q: Float[Tensor, "slots heads head_dim"],
+    k: Float[Tensor, "slots kv_heads head_dim"],
+    v: Float[Tensor, "slots kv_heads head_dim"],
+    k_ctx: Float[Tensor, "context kv_heads head_dim"],
+    v_ctx: Float[Tensor, "context kv_heads head_dim"],
+    anchors: Int[Tensor, "blocks"],
+) -> Float[Tensor, "slots width"]:
+    """Attention of one sequence's packed blocks: context index i is visible iff i < anchor, and the own block entirely.
+
+    Scores against the context and against the own block are computed apart and share one softmax, so nothing of size
+    slots x slots exists. Blocks are told apart by their index, never by position.
+    """
+    slots, heads, dim = q.shape
+    kv_heads, blocks = k.shape[1], anchors.shape[0]
+    size, groups = slots // blocks, heads // kv_heads
+    q = q.view(blocks, size, kv_heads, groups, dim).permute(2, 0, 3, 1, 4) * dim**-0.5  # kv_heads blocks groups size dim
+    own_k = k.view(blocks, size, kv_heads, dim).permute(2, 0, 3, 1)
+    own_v = v.view(blocks, size, kv_heads, dim).permute(2, 0, 1, 3)
+    q = q.reshape(kv_heads, blocks, groups * size, dim)
+    own = q @ own_k  # kv_heads blocks groups*size size
+    seen = q.reshape(kv_heads, -1, dim) @ k_ctx.permute(1, 2, 0)  # kv_heads slots*groups context
+    seen = seen.view(kv_heads, blocks, groups * size, -1)
+    hidden = torch.arange(k_ctx.shape[0], device=q.device) >= anchors[:, None]
+    seen = seen.masked_fill(hidden[:, None], float("-inf"))
+    probs = torch.softmax(torch.cat((seen, own), -1), -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    from_ctx = probs[..., : k_ctx.shape[0]].reshape(kv_heads, -1, k_ctx.shape[0]) @ v_ctx.transpose(0, 1)
+    out = from_ctx.view(kv_heads, blocks, groups * size, dim) + probs[..., k_ctx.shape[0] :] @ own_v
+    out = out.view(kv_heads, blocks, groups, size, dim).permute(1, 3, 0, 2, 4)
+    return out.reshape(slots, heads * dim)
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "slots hidden"]) -> Float[Tensor, "slots hidden"]:
+        return _linear(F.silu(_linear(x, self.gate_proj)) * _linear(x, self.up_proj), self.down_proj)
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm decoder layer; the context passes through ``hidden_norm`` once, never through ``input_layernorm``."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class DraftModel(nn.Module):
+    """All parameters of a DSpark drafter under DeepSpec's tensor names; embedding and head stay the target's."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head: VanillaMarkovHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        if config.markov_rank:
+            self.markov_head = VanillaMarkovHead(config.vocab_size, config.output_size, config.markov_rank)
+        if config.enable_confidence_head:
+            self.confidence_head = ConfidenceHead(config.confidence_inputs)
+        self.d2t: Tensor | None = None
+        if config.draft_vocab_size is not None:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    def draft_token_ids(self) -> Int[Tensor, "draft_vocab"]:
+        """Target id of every draft id, ascending."""
+        ids = torch.arange(self.config.output_size)
+        return ids if self.d2t is None else ids.to(self.d2t.device) + self.d2t
+
+    def context(self, features: Float[Tensor, "context features"]) -> Float[Tensor, "context hidden"]:
+        """C = RMSNorm(fc . F), shared by all layers."""
+        return self.hidden_norm(_linear(features, self.fc))
+
+    def forward(
+        self,
+        batch: BlockBatch,
+        anchor_embeds: Float[Tensor, "blocks hidden"],
+        mask_embed: Float[Tensor, "hidden"],
+        block_size: int | None = None,
+    ) -> Float[Tensor, "blocks block hidden"]:
+        """Hidden states h_k of every slot, after the last norm.
+
+        Embeddings are the frozen target's, already scaled where the family scales. ``block_size`` may be smaller than the
+        config's: the block then ends early, as a curriculum wants.
+        """
+        size = block_size or self.config.block_size
+        masks = mask_embed.expand(anchor_embeds.shape[0], size - 1, -1)
+        x = torch.cat((anchor_embeds[:, None], masks), 1).flatten(0, 1)
+        device, dim, theta = x.device, self.config.head_dim, self.config.rope_theta
+        positions = (batch.anchors[:, None] + torch.arange(size, device=device)).flatten()
+        rows = torch.cat([torch.arange(n, device=device) for n in batch.context_counts])
+        slot_table, context_table = rope_table(positions, dim, theta), rope_table(rows, dim, theta)
+        if x.dtype == torch.float64:
+            slot_table, context_table = slot_table.double(), context_table.double()
+        context = self.context(batch.features)
+        for layer in self.layers:
+            x = x + layer.self_attn(layer.input_layernorm(x), context, batch, slot_table, context_table)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x).unflatten(0, (-1, size))
+
+
+def _linear(x: Float[Tensor, "rows inputs"], module: nn.Linear) -> Float[Tensor, "rows outputs"]:
+    """Product in the dtype of the activations; masters may be finer, their gradients then arrive in the masters' dtype."""
+    return F.linear(x, module.weight.to(x.dtype))
