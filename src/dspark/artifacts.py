@@ -69,10 +69,10 @@ def atomic_write_text(path: Path | str, text: str) -> None:
 def atomic_folder(path: Path | str, *, existing: Literal["error", "keep", "replace"] = "error") -> Iterator[Path]:
     """Fill a folder that appears at ``path`` only when the block ends without an exception.
 
-    Yields a temporary sibling to write into. ``existing`` says what happens when ``path`` is there at the end:
-    "error" raises :class:`ConfigError` (before the block if it is there already), "keep" throws our work away (another
-    process finished first, with an equal result), "replace" puts ours in its place; between its two renames a reader may
-    find no folder, but never a partial one. An exception, or a kill, leaves ``path`` as it was.
+    Yields a temporary sibling to write into. ``existing`` says what happens when ``path`` is there at the end: "error"
+    raises :class:`ConfigError` (before the block if it is there already), "keep" throws our work away (another process
+    finished first, with an equal result), "replace" puts ours in its place. A kill between the two renames of "replace"
+    leaves no folder, but never a partial one; an exception, or a kill at any other moment, leaves ``path`` as it was.
     """
     path = Path(path)
     if existing == "error" and path.exists():
@@ -181,7 +181,8 @@ def read_manifest(folder: Path | str, kind: str, version: int) -> Manifest:
         raise DataError(f"{path}: kind is {content['kind']!r}; a {kind!r} folder is needed here")
     if content["version"] != version:
         raise DataError(
-            f"{path}: version is {content['version']}; this dspark reads {kind} version {version}; make the folder again"
+            f"{path}: version is {content['version']}, but this dspark reads {kind} version {version}; "
+            "make the folder again"
         )
     return Manifest(**{k: content[k] for k in expected})
 

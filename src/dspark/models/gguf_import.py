@@ -1,10 +1,10 @@
 """Turn a GGUF file into a Hugging Face folder: config, bfloat16 safetensors, tokenizer, chat template.
 
 The file is read with the ``gguf`` package directly. Supported are the architectures whose GGUF form loses nothing we
-need (:data:`FAMILIES`) with the byte-level BPE tokenizers of :data:`PRE_TOKENIZERS`; everything else is refused by name,
-because a model that is imported almost right answers almost right. Three things are easy to get wrong and are checked
-here or in the tests: llama.cpp stores q and k of ``llama`` with their rows permuted, a file without ``output.weight``
-has a tied head, and the rope base and scaling must be what the metadata says.
+need (:data:`FAMILIES`) with the tokenizers that :mod:`dspark.models.gguf_tokenizer` can rebuild; everything else is
+refused by name, because a model that is imported almost right answers almost right. Three things are easy to get wrong
+and are checked here or in the tests: llama.cpp stores q and k of ``llama`` with their rows permuted, a file without
+``output.weight`` has a tied head, and the rope base and scaling must be what the metadata says.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from gguf import GGUFReader, ReaderTensor
 from jaxtyping import BFloat16
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 from dspark.errors import ModelError
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+from dspark.models.gguf_tokenizer import Vocabulary, build_tokenizer, tokenizer_config
 
 IMPORTER_VERSION = 1  # part of the name of imported folders: raise it whenever the result of an import changes
 SHARD_BYTES = 4 << 30  # largest safetensors file we write, and so about the memory that an import takes
@@ -70,22 +68,6 @@ LAYER_TENSORS = {
 }
 ROPE_FREQS = "rope_freqs.weight"  # Llama 3's scaling, stored as one divisor per frequency
 
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Name in ``tokenizer.ggml.pre`` -> how text is cut before byte-level BPE: "gpt2" (the regex inside ByteLevel), "digits"
-# (every digit alone, then gpt2), or a regex of its own.
-PRE_TOKENIZERS = {
-    "default": "gpt2",
-    "gpt-2": "gpt2",
-    "smollm": "digits",
-    "qwen2": rf"{WORDS}|\p{{N}}|{REST}",
-    "deepseek-r1-qwen": rf"{WORDS}|\p{{N}}|{REST}",
-    "llama-bpe": rf"{WORDS}|\p{{N}}{{1,3}}|{REST}",
-}
-NFC_PRE_TOKENIZERS = ("qwen2", "deepseek-r1-qwen")  # their tokenizers compose Unicode first
-WHOLE_WORD_PRE_TOKENIZERS = ("llama-bpe",)  # a word that is a token is taken whole, whatever the merges say
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types of GGUF that matter here
-
 
 class Metadata:
     """The key-value part of a GGUF file, with errors that name the key. ``prefix`` is the architecture."""
@@ -122,12 +104,15 @@ def import_gguf(gguf_path: Path | str, folder: Path | str) -> None:
     reader = _open(gguf_path)
     metadata = Metadata(reader)
     config, family = build_config(metadata, {t.name: t for t in reader.tensors})
-    tokenizer = build_tokenizer(metadata)
+    vocabulary = read_vocabulary(metadata, config["vocab_size"])
+    tokenizer = build_tokenizer(vocabulary)
     folder.mkdir(parents=True, exist_ok=True)
     _write_tensors(reader.tensors, config, family, folder)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(metadata))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(metadata, config["max_position_embeddings"]))
+    _write_json(
+        folder / "tokenizer_config.json", tokenizer_config(vocabulary, max_length=config["max_position_embeddings"])
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -135,7 +120,7 @@ def _open(path: Path) -> GGUFReader:
     if not path.is_file():
         raise ModelError(f"{path} is not a file; give the path of a .gguf file")
     try:
-        reader = gguf.GGUFReader(path)
+        reader = GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
         raise ModelError(
             f"{path} is not a readable GGUF file ({error}); it may be cut off: download it again"
@@ -260,6 +245,31 @@ def _generation_config(metadata: Metadata) -> dict[str, Any]:
     return {**_token_ids(metadata), "eos_token_id": eos}
 
 
+def read_vocabulary(metadata: Metadata, vocab_size: int) -> Vocabulary:
+    """The tokenizer's part of the metadata; no token may lie beyond the ``vocab_size`` rows of the embedding."""
+    tokens = metadata.need("tokenizer.ggml.tokens")
+    if len(tokens) > vocab_size:
+        raise ModelError(f"the GGUF file has {len(tokens)} tokens but only {vocab_size} embeddings; convert it again")
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None and token_id >= len(tokens):
+            raise ModelError(f"tokenizer.ggml.{key}_token_id is {token_id}; the vocabulary has {len(tokens)} tokens")
+        if token_id is not None:
+            special[name] = token_id
+    return Vocabulary(
+        kind=metadata.need("tokenizer.ggml.model"),
+        pre=metadata.get("tokenizer.ggml.pre", "default"),
+        tokens=tokens,
+        types=metadata.get("tokenizer.ggml.token_type"),
+        merges=metadata.get("tokenizer.ggml.merges", []),
+        special_ids=special,
+        add_bos=metadata.get("tokenizer.ggml.add_bos_token"),
+        space_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", False)),
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )
+
+
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +316,7 @@ def _write_tensors(tensors: list[ReaderTensor], config: dict[str, Any], family: 
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         content = {name: _read_tensor(name, sources[name], config, family) for name in names}
         save_file(content, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner may read
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(2 * int(np.prod(shape)) for shape in expected.values())
@@ -365,72 +376,6 @@ def unpermute_rows(weight: Tensor, heads: int) -> Tensor:
     """
     per_head = weight.shape[0] // heads
     return weight.reshape(heads, per_head // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape).contiguous()
-
-
-# --- tokenizer -------------------------------------------------------------------------------------------------------
-
-
-def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The byte-level BPE tokenizer that the metadata describe, added and special tokens included."""
-    kind, pre = metadata.need("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2":
-        raise ModelError(f"the GGUF tokenizer model is {kind!r}; only byte-level BPE ('gpt2') can be imported")
-    if pre not in PRE_TOKENIZERS:
-        raise ModelError(f"the GGUF pre-tokenizer is {pre!r}; known are {', '.join(PRE_TOKENIZERS)}")
-    tokens = metadata.need("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.need("tokenizer.ggml.merges")]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in WHOLE_WORD_PRE_TOKENIZERS))
-    if pre in NFC_PRE_TOKENIZERS:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(
-        PRE_TOKENIZERS[pre], bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-        ]
-    )
-    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
-        bos = metadata.need("tokenizer.ggml.bos_token_id")
-        tokenizer.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=True),
-                processors.TemplateProcessing(single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]),
-            ]
-        )
-    return tokenizer
-
-
-def _pre_tokenizer(rule: str, prefix_space: bool) -> pre_tokenizers.PreTokenizer:
-    if rule == "gpt2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=True)
-    if rule == "digits":
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence(
-            [digits, pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=True)]
-        )
-    split = pre_tokenizers.Split(Regex(rule), behavior="isolated", invert=False)
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)])
-
-
-def _tokenizer_config(metadata: Metadata, max_length: int) -> dict[str, Any]:
-    tokens = metadata.need("tokenizer.ggml.tokens")
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            config[f"{name}_token"] = tokens[token_id]
-    if template := metadata.get("tokenizer.chat_template"):
-        config["chat_template"] = template
-    return config
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

