@@ -1,7 +1,7 @@
 """What the lean decoder must know about a model: the numbers and switches in which the Llama-shaped families differ.
 
-A configuration of transformers goes in, a :class:`DecoderConfig` comes out, or a :class:`ModelError` that names the field
-which the lean decoder does not cover; the loader then falls back to the library's own model.
+A configuration of transformers goes in, a :class:`DecoderConfig` comes out, or a :class:`ModelError` that names the
+field which the lean decoder does not cover; the loader then falls back to the library's own model.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class DecoderConfig:
 def from_transformers(config: PretrainedConfig) -> DecoderConfig:
     """Translate a transformers configuration (version 5 names: ``rope_parameters``, ``layer_types``).
 
-    Raises :class:`ModelError` naming the first field that the lean decoder does not cover: another ``model_type``, rotary
-    scaling that depends on the sequence's length, partial rotation, bidirectional attention, quantised weights.
+    Raises :class:`ModelError` naming the first field that the lean decoder does not cover: another ``model_type``,
+    rotary scaling that depends on the sequence's length, partial rotation, bidirectional attention, quantised weights.
     """
     if config.model_type not in FAMILIES:
         raise _unsupported("model_type", config.model_type, f"one of {', '.join(FAMILIES)}")

@@ -1,8 +1,8 @@
 """Frozen matrix products on their fastest path.
 
-On a CPU a decode step reads every weight once, so the layout of the weights decides its time: oneDNN's own packed layout,
-made once, is read about a third faster than rows of [out, in]. Packed weights serve eager mode; nothing is compiled.
-The packed products have no gradient: targets are frozen.
+On a CPU a decode step reads every weight once, so the layout of the weights decides its time: oneDNN's own packed
+layout, made once, is read about a third faster than rows of [out, in]. Packed weights serve eager mode; nothing is
+compiled. The packed products have no gradient: targets are frozen.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def packing_available(dtype: torch.dtype) -> bool:
 def choose_cpu_dtype(*, width: int = 576, layers: int = 6) -> torch.dtype:
     """The faster of bfloat16 and float32 for decoding on this CPU, by a measurement of some tens of milliseconds.
 
-    bf16 halves the bytes, but only CPUs with AMX or AVX512-BF16 multiply it quickly; elsewhere fp32 can win, and then it
-    is the more exact choice as well. Both are timed on packed products of one and of eight rows, over ``layers`` matrices
-    of 4 ``width`` x ``width`` so that caches do not hide the memory. Cached per process.
+    bf16 halves the bytes, but only CPUs with AMX or AVX512-BF16 multiply it quickly; elsewhere fp32 can win, and then
+    it is the more exact choice as well. Both are timed on packed products of one and of eight rows, over ``layers``
+    matrices of 4 ``width`` x ``width`` so that caches do not hide the memory. Cached per process.
     """
     contenders = {dtype: _products(dtype, width, layers) for dtype in (torch.bfloat16, torch.float32)}
     seconds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in contenders}

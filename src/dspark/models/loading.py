@@ -58,7 +58,9 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise ConfigError(f"device is {name!r}; it must be auto, cpu, or a GPU of this machine (cuda, cuda:1)") from None
+        raise ConfigError(
+            f"device is {name!r}; it must be auto, cpu, or a GPU of this machine (cuda, cuda:1)"
+        ) from None
     return device
 
 
@@ -90,9 +92,7 @@ def _lean(spec: str, folder: Path, config: DecoderConfig, dtype: torch.dtype, de
     return LeanTarget(config, load_tensors(folder), name=spec, dtype=dtype, device=device)
 
 
-def _transformers(
-    spec: str, folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
-) -> Target:
+def _transformers(spec: str, folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Target:
     from dspark.models.transformers_target import TransformersTarget, load_model
 
     model = load_model(folder, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
