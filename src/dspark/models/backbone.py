@@ -176,9 +176,9 @@ class DraftModel(nn.Module):
             self.markov_head = VanillaMarkovHead(config.vocab_size, config.output_size, config.markov_rank)
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(config.confidence_inputs)
-        self.d2t: Tensor | None = None
-        if config.draft_vocab_size is not None:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.d2t: Tensor | None
+        size = config.draft_vocab_size
+        self.register_buffer("d2t", None if size is None else torch.zeros(size, dtype=torch.long))
 
     def draft_token_ids(self) -> Int[Tensor, "draft_vocab"]:
         """Target id of every draft id, ascending."""

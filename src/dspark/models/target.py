@@ -130,6 +130,10 @@ class Target(Protocol):
         """
         ...
 
+    def logits(self, final: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """Logits of final-norm states, soft-cap applied: the head alone."""
+        ...
+
     def embed(self, token_ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """Input embeddings as the first layer receives them (scaled where the family scales)."""
         ...

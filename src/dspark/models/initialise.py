@@ -1,0 +1,106 @@
+"""Where a drafter's parameters start. A few million blocks are all that a small machine can train on, so the start decides.
+
+``fresh`` is the reference's: N(0, 0.02) for matrices and embeddings, ones for norms, zero biases. ``from_target`` copies the
+target's last layers into the draft layers, lets ``fc`` pass the last tap through, and takes the target's norms; the per-head
+norms of q and k have no counterpart in Llama-shaped targets and start at one. ``fit_bigram`` then gives the Markov head the
+bigram statistics of the answers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from dspark.errors import ModelError
+from dspark.maths.losses import LossAlphas, SparseTarget, chunked_losses
+from dspark.models.backbone import DraftModel
+
+
+def fresh(model: DraftModel, *, seed: int, std: float = 0.02) -> None:
+    """The reference's initialisation (semantics 2.6), in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(0.0, std, generator=generator)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.data.zero_()
+
+
+def from_target(model: DraftModel, tensors: dict[str, Tensor]) -> None:
+    """Copy the last layers, the final norm and the last tap of a Llama-shaped target into ``model``, in place.
+
+    ``tensors`` are the target's under transformers' names. Raises :class:`ModelError` if a needed tensor is missing or has
+    another shape than the drafter's.
+    """
+    config = model.config
+    first = config.num_target_layers - config.num_hidden_layers
+    if first < 0:
+        raise ModelError(f"the target has {config.num_target_layers} layers; {config.num_hidden_layers} cannot be copied")
+    own = dict(model.named_parameters())
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    names += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
+    for i in range(config.num_hidden_layers):
+        for name in names:
+            _copy(own[f"layers.{i}.{name}.weight"], tensors, f"model.layers.{first + i}.{name}.weight")
+        for name in ("q_norm", "k_norm"):
+            source = f"model.layers.{first + i}.self_attn.{name}.weight"
+            if source in tensors:
+                _copy(own[f"layers.{i}.self_attn.{name}.weight"], tensors, source)
+    _copy(own["norm.weight"], tensors, "model.norm.weight")
+    _copy(own["hidden_norm.weight"], tensors, f"model.layers.{first}.input_layernorm.weight")
+    fc = model.fc.weight.data.mul_(0.1)
+    fc[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+
+
+def _copy(parameter: Tensor, tensors: dict[str, Tensor], name: str) -> None:
+    if name not in tensors:
+        raise ModelError(f"the target has no tensor {name}; train with initialise='fresh'")
+    if tensors[name].shape != parameter.shape:
+        raise ModelError(f"{name} has shape {list(tensors[name].shape)}, the drafter wants {list(parameter.shape)}")
+    parameter.data.copy_(tensors[name])
+
+
+def fit_bigram(
+    model: DraftModel,
+    prev_ids: Int[Tensor, "pairs"],
+    next_draft_ids: Int[Tensor, "pairs"],
+    *,
+    passes: float = 1.0,
+    rows: int = 2048,
+    learning_rate: float = 1e-2,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> float:
+    """Fit the Markov head alone to the answers' bigrams, in place; returns the mean cross-entropy of the last tenth, in nats.
+
+    The base logits are frozen at the log-frequencies of single tokens, so the head learns only what the previous token adds.
+    Pairs whose next token lies outside the draft vocabulary carry -1 and teach nothing.
+    """
+    head = model.markov_head
+    if head is None or prev_ids.shape[0] == 0:
+        return float("nan")
+    counts = torch.bincount(next_draft_ids[next_draft_ids >= 0], minlength=model.config.output_size).float() + 1.0
+    base = (counts / counts.sum()).log()[:, None].to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    steps = max(1, int(passes * prev_ids.shape[0] / rows))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+    one = torch.ones(rows, 1, dtype=dtype)
+    void = SparseTarget(torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1))
+    tail: list[float] = []
+    for step in range(steps):
+        picked = torch.randint(prev_ids.shape[0], (rows,), generator=generator)
+        labels = next_draft_ids[picked]
+        weights = (labels >= 0).float()
+        weights /= weights.sum().clamp(min=1)
+        prev = F.embedding(prev_ids[picked], head.markov_w1.weight).to(dtype)
+        total, _ = chunked_losses(one, prev, head.markov_w2.weight, base, void, labels, weights, alphas=LossAlphas(1.0, 0.0, 0.0))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * (1 - step / steps)
+        optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        optimizer.step()
+        if step >= steps * 0.9:
+            tail.append(float(total.detach()))
+    return sum(tail) / max(1, len(tail))

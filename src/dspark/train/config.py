@@ -1,0 +1,103 @@
+"""The training run's configuration: a line per field, one place for a default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dspark.errors import ConfigError
+from dspark.train.optim import SCHEDULES
+
+INITIALISERS = ("target", "fresh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a training run; together with the answers' files it determines the result."""
+
+    # what is trained on
+    model: str = "smollm2"  # target: Hub id, folder, .gguf or `smollm2`
+    answers: tuple[str, ...] = ()  # JSONL files written by `dspark answers`
+    prompts: tuple[str, ...] = ()  # JSONL files with the prompts that the answers name by id
+    out: str = "runs/drafter"  # run folder; an interrupted run found there is resumed
+    max_tokens: int = 512  # of a sample, prompt and answer; longer ones are cut on the right
+    held_out: int = 48  # samples never trained on, spread over the domains
+
+    # the drafter
+    layers: int = 2
+    block_size: int = 7
+    markov_rank: int = 128
+    taps: tuple[int, ...] = ()  # empty: spread over the target by z-lab's formula
+    num_taps: int = 3  # used when `taps` is empty
+    draft_vocab: int = 16384  # most frequent tokens of the answers; 0 keeps the whole vocabulary
+    mask_token_id: int = -1  # -1 picks a reserved token that no answer contains
+    confidence: bool = True
+    confidence_detach: bool = True  # confidence loss trains its own head alone
+
+    # the start
+    initialise: str = "target"  # target: from its last layers; fresh: the reference's random start
+    bigram_passes: float = 1.0  # passes over the answers' bigrams for the Markov head's start; 0 skips it
+
+    # the loss
+    alpha_ce: float = 0.1
+    alpha_l1: float = 0.9
+    alpha_confidence: float = 1.0
+    soft_until: float = 0.5  # soft cross-entropy fades into the loss above over this fraction of the run; 0 never uses it
+    loss_decay: float = 4.0
+    target_top: int = 64  # target probabilities kept per position
+
+    # the steps
+    steps: int = 4000
+    sequences_per_step: int = 8
+    fresh_per_step: int = 1  # sequences a step sees for the first time; the others are replayed from those seen
+    slots_per_step: int = 1792  # supervised slots aimed at; anchors per sequence follow from it
+    curriculum: tuple[tuple[float, int], ...] = ((1.0, 0),)  # (until this fraction of the run, block size); 0: the drafter's
+    learning_rate: float = 1.2e-3
+    warmup: float = 0.04
+    schedule: str = "cosine"
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    seed: int = 42
+
+    # the machine
+    dtype: str = "auto"  # compute dtype of products; masters and gradients are fp32
+    feature_gigabytes: float = 8.0
+    chunk: int = 256  # rows whose logits exist at a time
+
+    # watching it
+    log_every: int = 20
+    evaluate_every: int = 500
+    evaluate_prompts: int = 12  # held-out prompts decoded at every evaluation
+    evaluate_tokens: int = 64
+    save_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequences_per_step", "slots_per_step", "layers", "block_size", "target_top", "chunk", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if not 1 <= self.fresh_per_step <= self.sequences_per_step:
+            raise ConfigError(f"fresh_per_step is {self.fresh_per_step}; it must lie in 1..{self.sequences_per_step}")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule is {self.schedule!r}; supported: {', '.join(SCHEDULES)}")
+        if self.initialise not in INITIALISERS:
+            raise ConfigError(f"initialise is {self.initialise!r}; supported: {', '.join(INITIALISERS)}")
+        if not self.curriculum or self.curriculum[-1][0] < 1.0:
+            raise ConfigError(f"curriculum is {self.curriculum}; its last entry must reach until fraction 1.0")
+        for path in (*self.answers, *self.prompts):
+            if not Path(path).is_file():
+                raise ConfigError(f"{path} does not exist; answers and prompts name JSONL files")
+
+    def block_at(self, train_step: int) -> int:
+        """Block size of a step under the curriculum."""
+        done = train_step / self.steps
+        size = next(size for until, size in self.curriculum if done < until or until >= 1.0)
+        return min(size or self.block_size, self.block_size)
+
+    def soft_share(self, train_step: int) -> float:
+        """Share of the loss that soft cross-entropy has at a step: 1 at first, 0 from ``soft_until`` on."""
+        return max(0.0, 1.0 - train_step / (self.soft_until * self.steps)) if self.soft_until > 0 else 0.0
+
+    def differences(self, other: TrainConfig) -> list[str]:
+        """Names of the fields that differ, for the message of a refused resume."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]

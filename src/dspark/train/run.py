@@ -1,0 +1,306 @@
+"""`dspark train` from files to a drafter: prepare, step, watch, keep the best, survive a kill.
+
+A run folder holds
+    config.json       the run's TrainConfig and provenance
+    state-*/          newest training states (masters, moments); a run found there goes on from the newest
+    best/             the drafter with the highest held-out acceptance so far, ready for `--drafter`
+    last/             the drafter at the end of the run
+    log.jsonl         a line per logged step or evaluation; TensorBoard files beside it
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from dspark.artifacts import atomic_write_text, provenance
+from dspark.chat import ChatFormat
+from dspark.data.features import FeatureSource, Sample
+from dspark.data.samples import (
+    bigram_pairs,
+    choose_draft_vocab,
+    read_prompts,
+    read_samples,
+    split_held_out,
+    token_counts,
+)
+from dspark.errors import ConfigError
+from dspark.models.backbone import DraftModel
+from dspark.models.checkpoint import save_drafter
+from dspark.models.draft_config import DraftConfig
+from dspark.models.initialise import fit_bigram, fresh, from_target
+from dspark.models.linear import choose_cpu_dtype
+from dspark.models.loading import load_target
+from dspark.models.target import Target, TargetInfo
+from dspark.models.weights import load_tensors, read_config, resolve_model
+from dspark.train.config import TrainConfig
+from dspark.train.loop import (
+    Shared,
+    choose_samples,
+    held_out_numbers,
+    make_shared,
+    step_parts,
+    train_step,
+)
+from dspark.train.optim import learning_rate, make_optimizer
+from dspark.train.state import load_state, save_state
+
+Evaluate = Callable[[DraftModel, Sequence[Sample]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What several runs over the same answers and target can share."""
+
+    place: Path  # the target's folder
+    target: Target
+    chat: ChatFormat
+    training: list[Sample]
+    held_out: list[Sample]
+    counts: Int[Tensor, "vocab"]  # supervised tokens of the training samples
+
+
+@dataclass
+class Run:
+    """Everything a run holds in memory."""
+
+    config: TrainConfig
+    folder: Path
+    corpus: Corpus
+    model: DraftModel
+    optimizer: torch.optim.Optimizer
+    shared: Shared
+    features: FeatureSource
+    step: int = 0
+    best: float = -math.inf
+    seconds: float = 0.0  # spent in steps, over all resumptions
+    blocks: int = 0
+
+
+def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """Ids spread over the target by z-lab's formula: n = 1 -> L // 2, else round(1 + i (L - 4) / (n - 1))."""
+    if count == 1:
+        return (num_layers // 2,)
+    return tuple(sorted({round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)}))
+
+
+def reserved_token(tokenizer: Any, counts: Tensor) -> int:
+    """A special token that no answer contains, to serve as the mask; never the padding or an end token."""
+    taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
+    for token, content in sorted(tokenizer.added_tokens_decoder.items()):
+        if token not in taken and token < counts.shape[0] and counts[token] == 0 and not content.content.startswith("<|im_"):
+            return int(token)
+    raise ConfigError("mask_token_id is -1 and no reserved token is unused; name a token id that no answer contains")
+
+
+def draft_config(config: TrainConfig, target_config: Any, info: TargetInfo, mask_token_id: int) -> DraftConfig:
+    """The drafter's shape: Qwen3-style layers with the target's width, heads, rotary base and vocabulary."""
+    text = getattr(target_config, "text_config", target_config)
+    heads = text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta") or rope.get("full_attention", {}).get("rope_theta") or getattr(text, "rope_theta", None)
+    gemma = info.family.startswith("gemma")
+    return DraftConfig(
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        num_target_layers=info.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or info.hidden_size // heads,
+        intermediate_size=text.intermediate_size,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_theta=theta or 10000.0,
+        max_position_embeddings=info.max_len,
+        embed_scale=info.hidden_size**0.5 if gemma else 1.0,
+        final_soft_cap=getattr(text, "final_logit_softcapping", None) or 0.0,
+        num_hidden_layers=config.layers,
+        block_size=config.block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=config.taps or default_taps(info.num_layers, config.num_taps),
+        markov_rank=config.markov_rank,
+        enable_confidence_head=config.confidence,
+        draft_vocab_size=config.draft_vocab if 0 < config.draft_vocab < info.vocab_size else None,
+    )
+
+
+def load_corpus(config: TrainConfig) -> Corpus:
+    """The target and the samples, held-out prompts set apart."""
+    place = resolve_model(config.model)
+    target = load_target(config.model, dtype=config.dtype)
+    chat = ChatFormat.from_folder(place)
+    samples = read_samples(config.answers, read_prompts(config.prompts), chat, max_tokens=config.max_tokens)
+    training, held_out = split_held_out(samples, config.held_out)
+    return Corpus(place, target, chat, training, held_out, token_counts(training, target.info.vocab_size))
+
+
+def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None = None) -> Run:
+    """Build the drafter and restore the run folder's newest state, or give it its start.
+
+    ``features`` may come from another run with the same taps, draft vocabulary and ``target_top``.
+    Raises :class:`ConfigError` if the run folder belongs to a run of another configuration.
+    """
+    folder = Path(config.out)
+    _claim(folder, config)
+    target, counts = corpus.target, corpus.counts
+    mask = config.mask_token_id if config.mask_token_id >= 0 else reserved_token(corpus.chat.tokenizer, counts)
+    model = DraftModel(draft_config(config, read_config(corpus.place), target.info, mask))
+    fresh(model, seed=config.seed)
+    if model.d2t is not None:
+        ids = choose_draft_vocab(counts, model.config.output_size, corpus.chat.stop_token_ids)
+        model.d2t.copy_(ids - torch.arange(ids.shape[0]))
+    optimizer = make_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
+    shared = make_shared(target, model, _compute_dtype(config, target))
+    features = features or FeatureSource(
+        target,
+        model.config.target_layer_ids,
+        model.draft_token_ids(),
+        top=config.target_top,
+        memory_bytes=int(config.feature_gigabytes * 2**30),
+    )
+    run = Run(config, folder, corpus, model, optimizer, shared, features)
+    facts = load_state(folder, model, optimizer)
+    if facts is None:
+        _warm_start(run)
+    else:
+        run.step, run.best = facts["train_step"], facts["best"]
+        run.seconds, run.blocks = facts["seconds"], facts["blocks"]
+    return run
+
+
+def _claim(folder: Path, config: TrainConfig) -> None:
+    """Write the run's config, or check that the folder's run has the same one; only lengths and watching may differ."""
+    path = folder / "config.json"
+    free = {"out", "log_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens", "save_seconds", "feature_gigabytes"}
+    text = json.dumps(asdict(config))
+    if path.is_file() and any(folder.glob("state-*")):
+        theirs, ours = json.loads(path.read_text())["config"], json.loads(text)
+        changed = sorted(k for k in ours if k not in free and theirs.get(k) != ours[k])
+        if changed:
+            raise ConfigError(f"{folder} holds a run that differs in {', '.join(changed)}; resume it unchanged or choose another --out")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, json.dumps({"config": json.loads(text), "provenance": provenance()}, indent=2))
+
+
+def _compute_dtype(config: TrainConfig, target: Target) -> torch.dtype:
+    if config.dtype != "auto" or target.info.device.type != "cpu":
+        return target.info.dtype
+    return choose_cpu_dtype()
+
+
+def _warm_start(run: Run) -> None:
+    """The parameters before the first step."""
+    if run.config.initialise == "target":
+        from_target(run.model, load_tensors(run.corpus.place))
+    if run.config.bigram_passes > 0 and run.model.markov_head is not None:
+        previous, following = bigram_pairs(run.corpus.training)
+        nats = fit_bigram(
+            run.model, previous, run.shared.to_draft[following], passes=run.config.bigram_passes, dtype=run.shared.dtype
+        )
+        _log(run.folder, {"bigram_nats": nats})
+
+
+def train(
+    config: TrainConfig,
+    *,
+    evaluate: Evaluate | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Path:
+    """Run or resume a training run to its end; returns the folder of the best drafter.
+
+    ``evaluate`` measures acceptance by decoding on held-out samples and returns at least ``acceptance_length``; without it the
+    analytic value decides which checkpoint is best. ``on_step`` receives every logged line; ``stop`` is asked between steps.
+    """
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, only needed here
+
+    run = start(config, load_corpus(config))
+    board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step)
+    saved = time.monotonic()
+    while run.step < config.steps and not stop():
+        line = _one_step(run)
+        if run.step % config.log_every == 0:
+            _report(run, board, line, on_step)
+        if run.step % config.evaluate_every == 0 or run.step == config.steps:
+            _report(run, board, _evaluate(run, evaluate), on_step)
+        if time.monotonic() - saved > config.save_seconds or run.step == config.steps:
+            _save(run)
+            saved = time.monotonic()
+    _save(run)
+    save_drafter(run.folder / "last", run.model)
+    board.close()
+    best = run.folder / "best"
+    return best if best.is_dir() else run.folder / "last"
+
+
+def _one_step(run: Run) -> dict[str, Any]:
+    begin = time.perf_counter()
+    rate = learning_rate(
+        run.step, run.config.steps, run.config.learning_rate, warmup=run.config.warmup, schedule=run.config.schedule
+    )
+    parts = step_parts(choose_samples(run.corpus.training, run.step, run.config), run.features, run.config, run.step)
+    fed = time.perf_counter()
+    numbers, norm = train_step(run.model, run.optimizer, run.shared, parts, run.config, step=run.step, rate=rate)
+    end = time.perf_counter()
+    run.step += 1
+    run.seconds += end - begin
+    run.blocks += numbers.blocks
+    return {
+        "loss": float(numbers.loss.detach()),
+        "ce": numbers.ce,
+        "l1": numbers.l1,
+        "acceptance_length": numbers.acceptance_length,
+        "acceptance_rate": [round(float(x), 4) for x in numbers.acceptance_rate],
+        "confidence_error": numbers.confidence_error,
+        "gradient_norm": norm,
+        "learning_rate": rate,
+        "blocks_per_second": numbers.blocks / (end - begin),
+        "trained_blocks_per_second": numbers.blocks / (end - fed),
+        "tokens_per_second": sum(int(s.token_ids.shape[0]) for s, _, _ in parts) / (end - begin),
+        "target_passes": run.features.computed,
+    }
+
+
+def _evaluate(run: Run, evaluate: Evaluate | None) -> dict[str, Any]:
+    """Held-out acceptance, analytic and by decoding; the best drafter so far is kept."""
+    analytic = held_out_numbers(run.model, run.shared, run.features, run.corpus.held_out, run.config)
+    line: dict[str, Any] = {"held_out_analytic": analytic}
+    score = analytic["mean"]
+    if evaluate is not None:
+        chosen = run.corpus.held_out[:: max(1, len(run.corpus.held_out) // max(1, run.config.evaluate_prompts))]
+        line["held_out_decoded"] = evaluate(run.model, chosen[: run.config.evaluate_prompts])
+        score = line["held_out_decoded"]["acceptance_length"]
+    if score > run.best:
+        run.best = score
+        save_drafter(run.folder / "best", run.model)
+    return line
+
+
+def _save(run: Run) -> None:
+    facts = {"best": run.best, "seconds": run.seconds, "blocks": run.blocks}
+    save_state(run.folder, run.step, run.model, run.optimizer, facts)
+
+
+def _report(run: Run, board: Any, line: dict[str, Any], on_step: Callable[[dict[str, Any]], None] | None) -> None:
+    line = {"step": run.step, "seconds": round(run.seconds, 1), "blocks": run.blocks, **line}
+    _log(run.folder, line)
+    for name, value in line.items():
+        for key, number in value.items() if isinstance(value, dict) else (("", value),):
+            if isinstance(number, int | float):
+                board.add_scalar(f"{name}/{key}" if key else name, number, run.step)
+    if on_step is not None:
+        on_step(line)
+
+
+def _log(folder: Path, line: dict[str, Any]) -> None:
+    with open(folder / "log.jsonl", "a") as log:
+        log.write(json.dumps(line) + "\n")
