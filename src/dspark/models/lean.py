@@ -4,7 +4,7 @@ Batch-1 decoding reads every weight once a pass; what is left to save is the num
 products. So queries, keys and values are one product, gate and up another, rotation serves queries and keys at once,
 and the query heads of a key-value head lie on the query axis of attention, which then reads each key once.
 
-Everything here runs eagerly and on any device; the products choose their own fastest path (:mod:`dspark.models.linear`).
+Everything here runs eagerly and on any device; products choose their own fastest path (:mod:`dspark.models.linear`).
 On CUDA a captured graph per (rows, count) would remove the launch gaps; shapes and addresses already allow it.
 """
 
@@ -81,6 +81,12 @@ class LeanTarget:
         embedded = F.embedding(token_ids, self._embedding)
         return embedded if self._embedding_scale is None else embedded * self._embedding_scale
 
+    def logits(self, final: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+        """Logits of final-norm states, soft-cap applied."""
+        with torch.no_grad():
+            logits, cap = self._head(final), self.config.final_softcap
+            return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
     def head_weight(self) -> Float[Tensor, "vocab hidden"]:
         """Weight of the language-model head."""
         return self._head.weight
@@ -108,7 +114,7 @@ class LeanTarget:
         with torch.no_grad():
             features = torch.cat(tapped, -1) if taps else None
             final = self._norm(x, self._final_norm)
-            logits = self._logits(last_tokens(final, counts) if last_only else final) if want_logits else None
+            logits = self.logits(last_tokens(final, counts) if last_only else final) if want_logits else None
         return TargetOutput(logits, features, final)
 
     def _decode(
@@ -191,10 +197,6 @@ class LeanTarget:
         normed = F.rms_norm(x.to(weight.dtype), weight.shape[-1:], None, self.config.rms_eps)
         return normed.mul_(weight).to(x.dtype)
 
-    def _logits(self, final: Tensor) -> Tensor:
-        logits, cap = self._head(final), self.config.final_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
     def _rotation(self, rope: Rope, max_len: int, plan: Plan) -> Rotation:
         """Cosines and signed sines of a batch's positions, from tables that cover ``max_len`` of them.
 
@@ -205,8 +207,8 @@ class LeanTarget:
             angles = torch.outer(torch.arange(max_len, dtype=torch.float32), torch.tensor(rope.inv_freq))
             cos = torch.cat((angles.cos(), angles.cos()), -1).mul_(rope.scale)
             sin = torch.cat((-angles.sin(), angles.sin()), -1).mul_(rope.scale)
-            place = {"device": self.info.device, "dtype": self.info.dtype}
-            self._tables[rope] = table = (cos[:, None].to(**place), sin[:, None].to(**place))
+            device, dtype = self.info.device, self.info.dtype
+            self._tables[rope] = table = (cos[:, None].to(device, dtype), sin[:, None].to(device, dtype))
         return table[0][plan.positions], table[1][plan.positions]
 
 
