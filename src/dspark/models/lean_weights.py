@@ -1,8 +1,8 @@
 """A checkpoint's tensors in the lean decoder's layout.
 
 Queries, keys and values become one product, gate and up another. Query heads are stored as (group, kv_head) rather
-than (kv_head, group): rows of ``q_proj`` and columns of ``o_proj`` are permuted here, once, and then neither folding the
-query heads of a key-value head into the query axis nor unfolding the result needs a copy.
+than (kv_head, group): rows of ``q_proj`` and columns of ``o_proj`` are permuted here, once, and then neither folding
+the query heads of a key-value head into the query axis nor unfolding the result needs a copy.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -103,6 +103,7 @@ class KVMemory:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
 
+@runtime_checkable
 class Target(Protocol):
     """A frozen model that decides."""
 
