@@ -1,0 +1,123 @@
+"""Verification: which drafts stand, and which token the target puts after them, so that the output is the target's own.
+
+The token-wise rule. Draft x_k, drawn with ``draft_probs`` q, stands with probability min(1, p/q), p being the
+target's probability of it after the prefix x_<k. The first that does not stand ends the round: in its place comes a
+token from the residual max(p - q, 0), normalised. If all stand, the target's last row gives a bonus token. Either way
+the committed tokens are distributed exactly as if the target had drawn each of them alone:
+
+    q(x) min(1, p(x)/q(x)) + P(rejected) residual(x) = min(p, q) + max(p - q, 0) = p(x)
+
+A drafter that chose a token with certainty (greedy, n-gram lookup) has q = 1 there and 0 elsewhere: the draft stands
+with probability p(x), and the residual is p without x.
+
+:func:`acceptance_probs` and :func:`residual_probs` state the rule and are deterministic; :func:`verify` tosses the
+coins. Source: DSpark section 3; DeepSpec ``verify_draft_tokens``, from which we differ in dividing by q itself
+instead of max(q, 1e-8), and in working in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dspark.core import DraftDistribution
+from dspark.maths.sampling import RequestStreams, draw, uniforms
+
+# Below this mass a residual is rounding noise. It is reached only after a rejection whose probability was as small, so
+# drawing from the target's row instead moves the output by less than fp32 can express.
+MIN_RESIDUAL_MASS = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a verification commits: the first ``accepted`` drafts, then ``next_token``, the anchor of the next round."""
+
+    accepted: int  # 0..verify_len
+    next_token: int  # residual or bonus token
+
+
+def verify(
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    target_probs: Float[Tensor, "block+1 vocab"],
+    streams: RequestStreams,
+) -> Verdict:
+    """Accept a prefix of ``draft_tokens`` and draw the token after it.
+
+    ``draft_tokens`` are the scheduled drafts only, 0 or more; ``distribution`` may have further rows, which are
+    ignored; None means each draft was certain. Row k of ``target_probs`` follows the anchor and the first k drafts;
+    every transformation of the target's distribution has been applied.
+
+    Advances ``streams.accept`` by one uniform per draft whatever the outcome, and ``streams.residual`` by one. Fixed
+    counts rather than draws as needed: the coin of a draft then depends on its number in the request's history of
+    verified drafts alone, so all coins of a step can be drawn before its outcome is known, for a whole batch at once,
+    and with fixed verify lengths a request is reproduced whoever shares its batch and whichever loop runs it.
+    """
+    verify_len = len(draft_tokens)
+    stands = acceptance_probs(draft_tokens, distribution, target_probs)
+    coins = uniforms(verify_len, streams.accept).to(stands.device)
+    accepted = int((coins < stands).cumprod(0).sum())  # strictly: `<=` would accept probability 0 on a coin of 0
+    row = target_probs[accepted]
+    if accepted < verify_len:
+        row = residual_probs(row, draft_row(accepted, draft_tokens, distribution, vocab_size=len(row)))
+    return Verdict(accepted=accepted, next_token=draw(row, streams.residual))
+
+
+def verify_greedy(draft_tokens: Int[Tensor, "block"], target_argmax: Int[Tensor, "block+1"]) -> Verdict:
+    """:func:`verify` for a greedy target, from its argmax per row; uses no randomness, and no vocabulary-sized memory.
+
+    Holds for any draft distribution: p is 1 or 0, so a draft stands iff it is the argmax, and the residual is the
+    argmax.
+    """
+    accepted = int((draft_tokens == target_argmax[: len(draft_tokens)]).cumprod(0).sum())
+    return Verdict(accepted=accepted, next_token=int(target_argmax[accepted]))
+
+
+def acceptance_probs(
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    target_probs: Float[Tensor, "block+1 vocab"],
+) -> Float[Tensor, "block"]:
+    """Chance that each draft stands given that all before it did: min(1, p/q), in float64; 0 where p is 0."""
+    verify_len = len(draft_tokens)
+    chosen = target_probs[:verify_len].gather(1, draft_tokens[:, None])[:, 0].double()
+    if distribution is None:
+        return chosen.clamp(max=1.0)  # q = 1; p may exceed 1 by a rounding error
+    draft_probs = _first_rows(distribution, verify_len).of(draft_tokens).double()
+    assert bool((draft_probs > 0).all()), "a draft has probability 0 in the distribution it is said to be drawn from"
+    return (chosen / draft_probs).clamp(max=1.0)
+
+
+def residual_probs(target_row: Float[Tensor, "vocab"], draft_row: Float[Tensor, "vocab"]) -> Float[Tensor, "vocab"]:
+    """Distribution of the token that replaces a rejected draft: max(p - q, 0), normalised, in float64.
+
+    The target's own row where the difference has a mass of at most ``MIN_RESIDUAL_MASS``.
+    """
+    target = target_row.double()
+    residual = (target - draft_row.double()).clamp_(min=0.0)
+    mass = residual.sum()
+    return residual.div_(mass) if float(mass) > MIN_RESIDUAL_MASS else target / target.sum()
+
+
+def draft_row(
+    k: int, draft_tokens: Int[Tensor, "block"], distribution: DraftDistribution | None, *, vocab_size: int
+) -> Float[Tensor, "vocab"]:
+    """Draft distribution of position ``k`` over the whole vocabulary; one-hot for a draft that was certain.
+
+    The only place where a distribution over candidates is spread out, and :func:`verify` needs it for the rejected
+    row only.
+    """
+    if distribution is not None:
+        return distribution.dense(k, vocab_size)
+    one_hot = torch.zeros(vocab_size, device=draft_tokens.device)
+    one_hot[draft_tokens[k]] = 1.0
+    return one_hot
+
+
+def _first_rows(distribution: DraftDistribution, count: int) -> DraftDistribution:
+    """The rows of the scheduled drafts."""
+    ids = distribution.token_ids
+    return DraftDistribution(distribution.probs[:count], None if ids is None else ids[:count])

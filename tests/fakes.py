@@ -1,0 +1,241 @@
+"""A target and a drafter that are tables, small enough to enumerate, and the exact oracles that go with them.
+
+Every distribution here is a fixed random function of the last ``order`` tokens, so the output of whole rounds can be
+computed without sampling (:class:`ExactRounds`) from the package's own acceptance, residual and scheduling functions,
+and compared with what the target alone would write (:func:`target_chain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.core import DraftDistribution, Proposal, SamplingParams
+from dspark.maths import rejection
+from dspark.maths.sampling import draw, target_probs
+from dspark.maths.scheduling import Scheduler
+from dspark.models.target import KVMemory, TargetInfo, TargetOutput, check_taps
+
+NextProbs = Callable[[tuple[int, ...]], Tensor]  # the target's distribution [vocab] after a prefix
+
+
+def _context_row(tokens: Sequence[int], order: int, vocab_size: int) -> int:
+    """Number of a context in a table: the last ``order`` tokens as digits, ``vocab_size`` for "before the start"."""
+    padded = [vocab_size] * order + list(tokens)
+    return int(sum(token * (vocab_size + 1) ** i for i, token in enumerate(padded[len(padded) - order :])))
+
+
+class TableTarget:
+    """A target whose logits depend on the last ``order`` tokens alone, read back from its own KV memory.
+
+    The memory stores token ids as keys (one layer, one head of width 1), so a loop that forgets a rollback, or rolls
+    back too far, changes the logits. Final states, head and taps are consistent: ``logits = final @ head_weight().T``
+    and each tap is a different bounded function of the state.
+    """
+
+    def __init__(
+        self, *, vocab_size: int = 4, order: int = 2, max_len: int = 64, hidden_size: int = 6, seed: int = 0
+    ) -> None:
+        random = torch.Generator().manual_seed(seed)
+        contexts = (vocab_size + 1) ** order
+        self.order = order
+        self.states = torch.randn(contexts, hidden_size, generator=random)
+        self.head = torch.randn(vocab_size, hidden_size, generator=random) * 0.6
+        self.embeddings = torch.randn(vocab_size, hidden_size, generator=random)
+        self.info = TargetInfo(
+            name="table",
+            family="table",
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            num_layers=6,
+            max_len=max_len,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+
+    def new_memory(self, *, rows: int, max_len: int) -> KVMemory:
+        return KVMemory(rows=rows, max_len=max_len, shapes=[(1, 1)], dtype=torch.float32, device=torch.device("cpu"))
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        memory: KVMemory,
+        *,
+        rows: Sequence[int] = (0,),
+        counts: Sequence[int] | None = None,
+        taps: Sequence[int] = (),
+        last_only: bool = False,
+        want_logits: bool = True,
+    ) -> TargetOutput:
+        taps = check_taps(taps, self.info.num_layers)
+        counts = [len(token_ids)] if counts is None else list(counts)
+        memory.check_room(rows, counts)
+        contexts: list[int] = []
+        for row, new in zip(rows, token_ids.split(counts), strict=True):
+            start = memory.lengths[row]
+            memory.keys[0][row, 0, start : start + len(new), 0] = new.float()
+            seen = [int(t) for t in memory.keys[0][row, 0, : start + len(new), 0]]
+            contexts += [
+                _context_row(seen[:end], self.order, self.info.vocab_size) for end in range(start + 1, len(seen) + 1)
+            ]
+        memory.advance(rows, counts)
+        final = self.states[contexts]
+        features = torch.cat([torch.tanh(final * (tap + 2)) for tap in taps], dim=1) if taps else None
+        wanted = final[np.cumsum(counts) - 1] if last_only else final
+        return TargetOutput(wanted @ self.head.T if want_logits else None, features, final)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return self.embeddings[token_ids]
+
+    def head_weight(self) -> Tensor:
+        return self.head
+
+    def next_probs(self, prefix: Sequence[int], params: SamplingParams) -> Tensor:
+        """[vocab]: distribution of the token after ``prefix``, without any memory."""
+        state = self.states[_context_row(prefix, self.order, self.info.vocab_size)]
+        return target_probs((self.head @ state)[None], params)[0]
+
+
+@dataclass(kw_only=True)
+class TableDrafter:
+    """Proposes ``block`` tokens from a table q(x_k | prefix); its confidence c_k is a table of the same prefix.
+
+    ``kind``: "dense" reports the whole vocabulary, "candidates" samples from two tokens only and reports those,
+    "certain" takes the most likely token and reports no distribution.
+    """
+
+    vocab_size: int = 4
+    block: int = 2
+    order: int = 2
+    kind: str = "dense"
+    seed: int = 1
+    logits: Tensor = field(init=False)
+    confidences: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+        contexts = (self.vocab_size + 1) ** self.order
+        self.logits = torch.randn(contexts, self.vocab_size, generator=random)
+        self.confidences = torch.rand(contexts, generator=random)
+
+    def propose(self, prefix: Sequence[int], generator: torch.Generator) -> Proposal:
+        """Draw a block left to right, one uniform of ``generator`` per token (none when certain)."""
+        drafts: list[int] = []
+        for _ in range(self.block):
+            probs = self._dense([*prefix, *drafts])
+            drafts.append(int(probs.argmax()) if self.kind == "certain" else draw(probs, generator))
+        return self.proposal_of(prefix, drafts)
+
+    def proposal_of(self, prefix: Sequence[int], drafts: Sequence[int]) -> Proposal:
+        """The proposal as it is when ``drafts`` are what was drawn."""
+        contexts = [[*prefix, *drafts[:k]] for k in range(len(drafts))]
+        confidence = torch.stack([self.confidences[self._row(c)] for c in contexts])
+        return Proposal(torch.tensor(drafts), self._distribution(contexts), confidence)
+
+    def chance_of(self, prefix: Sequence[int], drafts: Sequence[int]) -> float:
+        """Probability that exactly ``drafts`` are drawn."""
+        chance = 1.0
+        for k, token in enumerate(drafts):
+            probs = self._dense([*prefix, *drafts[:k]])
+            chance *= float(int(probs.argmax()) == token) if self.kind == "certain" else float(probs[token])
+        return chance
+
+    def _row(self, context: Sequence[int]) -> int:
+        return _context_row(context, self.order, self.vocab_size)
+
+    def _candidates(self, context: Sequence[int]) -> Tensor:
+        return self.logits[self._row(context)].topk(2).indices
+
+    def _dense(self, context: Sequence[int]) -> Tensor:
+        logits = self.logits[self._row(context)]
+        if self.kind != "candidates":
+            return logits.softmax(0)
+        ids = self._candidates(context)
+        return torch.zeros(self.vocab_size).scatter_(0, ids, logits[ids].softmax(0))
+
+    def _distribution(self, contexts: list[list[int]]) -> DraftDistribution | None:
+        if self.kind == "certain":
+            return None
+        probs = torch.stack([self._dense(c) for c in contexts])
+        if self.kind == "dense":
+            return DraftDistribution(probs)
+        ids = torch.stack([self._candidates(c) for c in contexts])
+        return DraftDistribution(probs.gather(1, ids), ids)
+
+
+def target_chain(prefix: tuple[int, ...], next_probs: NextProbs, horizon: int) -> np.ndarray:
+    """[vocab] * horizon: joint distribution of the next ``horizon`` tokens when the target writes alone."""
+    probs = next_probs(prefix).double().numpy()
+    if horizon == 1:
+        return probs
+    return np.stack([p * target_chain((*prefix, t), next_probs, horizon - 1) for t, p in enumerate(probs)])
+
+
+class ExactRounds:
+    """The exact distribution of what drafted rounds commit, from the package's own rule and a scheduler; no sampling.
+
+    ``next_probs`` gives the target's distribution after a prefix; like the drafter's tables it may depend on the last
+    ``drafter.order`` tokens only, which is what makes one round after each such context enough.
+    """
+
+    def __init__(self, next_probs: NextProbs, drafter: TableDrafter, scheduler: Scheduler) -> None:
+        self.next_probs, self.drafter, self.scheduler = cache(next_probs), drafter, scheduler
+        self.outcomes = cache(self._outcomes)
+
+    def _outcomes(self, prefix: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+        """Probability of each commit of one round: over all drafts, all accepted lengths and all closing tokens."""
+        found: dict[tuple[int, ...], float] = {}
+
+        def add(accepted: tuple[int, ...], chance: float, closing: Iterable[float]) -> None:
+            for token, share in enumerate(closing):
+                found[(*accepted, token)] = found.get((*accepted, token), 0.0) + chance * share
+
+        for drafts in product(range(self.drafter.vocab_size), repeat=self.drafter.block):
+            alive = self.drafter.chance_of(prefix, drafts)
+            if alive == 0.0:
+                continue
+            proposal = self.drafter.proposal_of(prefix, drafts)
+            verify_len = self.scheduler.choose(proposal, len(prefix))
+            rows = torch.stack([self.next_probs(prefix + drafts[:k]) for k in range(verify_len + 1)])
+            tokens, distribution = proposal.draft_tokens[:verify_len], proposal.distribution
+            stands = rejection.acceptance_probs(tokens, distribution, rows).tolist()
+            for k, stand in enumerate(stands):
+                if stand < 1.0:
+                    row = rejection.draft_row(k, tokens, distribution, vocab_size=self.drafter.vocab_size)
+                    add(drafts[:k], alive * (1.0 - stand), rejection.residual_probs(rows[k], row).tolist())
+                alive *= stand
+            add(drafts[:verify_len], alive, rows[verify_len].tolist())
+        return found
+
+    def output(self, prefix: tuple[int, ...], *, rounds: int, horizon: int) -> np.ndarray:
+        """[vocab] * horizon: joint distribution of the next ``horizon`` tokens, ``rounds`` of them drafted.
+
+        Where the rounds commit fewer tokens, the target alone writes the rest, so that a bias in how many are committed
+        after which text shows as well.
+        """
+        if rounds == 0:
+            return target_chain(prefix, self.next_probs, horizon)
+        joint = np.zeros((self.drafter.vocab_size,) * horizon)
+        tail = prefix[-self.drafter.order :]
+        for commit, chance in self.outcomes(tail).items():
+            if len(commit) >= horizon:
+                joint[commit[:horizon]] += chance
+            else:
+                joint[commit] += chance * self.output(tail + commit, rounds=rounds - 1, horizon=horizon - len(commit))
+        return joint
+
+
+def chi_square_p(observed: Iterable[float], expected: Iterable[float]) -> float:
+    """p-value of Pearson's test that counts ``observed`` come from ``expected`` counts (equal totals, none zero)."""
+    seen, due = np.asarray(list(observed), dtype=float), np.asarray(list(expected), dtype=float)
+    assert (due > 0).all() and abs(seen.sum() - due.sum()) < 1e-6 * due.sum()
+    statistic = float(((seen - due) ** 2 / due).sum())
+    return float(
+        torch.special.gammaincc(torch.tensor((len(due) - 1) / 2).double(), torch.tensor(statistic / 2).double())
+    )
