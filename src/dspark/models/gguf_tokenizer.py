@@ -31,8 +31,7 @@ class PreTokenizer:
 
 QWEN2 = PreTokenizer(pattern=rf"{WORDS}|\p{{N}}|{REST}", compose=True)
 PRE_TOKENIZERS = {  # by their name in ``tokenizer.ggml.pre``
-    "default": PreTokenizer(),
-    "gpt-2": PreTokenizer(),
+    "gpt-2": PreTokenizer(),  # not "default", which llama.cpp writes when it does not know the rule
     "smollm": PreTokenizer(digits=True),
     "qwen2": QWEN2,
     "deepseek-r1-qwen": QWEN2,
