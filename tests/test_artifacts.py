@@ -82,6 +82,8 @@ def test_existing_folder_is_refused_kept_or_replaced(tmp_path: Path) -> None:
     put("first", "error")
     with pytest.raises(ConfigError, match="exists already"):
         put("second", "error")
+    with pytest.raises(ConfigError, match="exists already"), atomic_folder(tmp_path / "a"):
+        pytest.fail("the work was begun although it could not be kept")
     put("third", "keep")
     assert names(tmp_path / "a") == ["first"]
     put("fourth", "replace")

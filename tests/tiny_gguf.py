@@ -15,7 +15,7 @@ from dspark.models.gguf_tokenizer import CONTROL, NORMAL, USER_DEFINED, Vocabula
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ADDED = ["<think>"]
-MERGES = ["t h", "th e", "Ġ the", "h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "Ġwo r", "1 2"]
+MERGES = ["t h", "th e", "Ġ the", "h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "Ġwo r", "1 2", "( he"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -259,6 +259,8 @@ def test_pre_tokenizers_cut_as_their_models_do() -> None:
     assert pieces("hello the 12", pre="smollm") == ["hello", "Ġthe", "Ġ", "1", "2"]
     assert pieces("12", pre="qwen2") == ["1", "2"]
     assert pieces("12", pre="llama-bpe") == ["12"]
+    assert pieces("(he", pre="gpt-2") == pieces("(he", pre="smollm") == ["(", "he"]
+    assert pieces("(he", pre="qwen2") == pieces("(he", pre="llama-bpe") == ["(he"]  # a mark belongs to its word
     assert pieces("e\u0301", pre="qwen2") == pieces("\u00e9", pre="qwen2")
     assert pieces("e\u0301", pre="smollm") != pieces("\u00e9", pre="smollm")
     assert pieces("the", pre="gpt-2", space_prefix=True) == ["Ġthe"]
