@@ -1,4 +1,4 @@
-"""The lean decoder equals transformers on a tiny random model of every family, however a sequence is cut into passes."""
+"""The lean decoder equals transformers on a tiny random model of every family, however a sequence is cut up."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_rolled_back_tokens_leave_no_trace(pair: Pair) -> None:
     close(out.final, final[15:])
 
 
-# Rows of a memory, their tokens so far, and their new tokens: neighbours that share an attention call, neighbours too far
-# apart in length or count to do so, gaps, and any order.
+# Rows of a memory, their tokens so far, and their new tokens: neighbours that share an attention call, neighbours too
+# far apart in length or count to do so, gaps, and any order.
 BATCHES = {
     "sampling": ([0, 1, 2, 3, 4, 5], [9, 4, 0, 21, 13, 2], [1] * 6),
     "equal": ([0, 1, 2], [8, 8, 8], [1] * 3),

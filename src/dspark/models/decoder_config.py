@@ -101,7 +101,8 @@ def from_transformers(config: PretrainedConfig) -> DecoderConfig:
         attention_scale=(text.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
         # Gemma 3's config has the field as well, but its attention in transformers does not read it.
         attention_softcap=text.attn_logit_softcapping if family == "gemma2" else None,
-        final_softcap=text.final_logit_softcapping if gemma else None,
+        # Nor does the image-text class of Gemma 3 read this one.
+        final_softcap=text.final_logit_softcapping if gemma and config.model_type != "gemma3" else None,
         embedding_scale=text.hidden_size**0.5 if gemma else None,
         tied_head=tied,
         qkv_bias=family == "qwen2" or attention_bias,
