@@ -1,0 +1,139 @@
+"""A target with its drafter and its chat format, loaded together: what every verb that decodes starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dspark.chat import ChatFormat
+from dspark.core import Completion, RoundRecord, SamplingParams
+from dspark.decode import stream
+from dspark.errors import ConfigError
+from dspark.evaluate.profile import profile_sps
+from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, Scheduler, ThresholdScheduler
+from dspark.models.drafter import Drafter
+from dspark.models.loading import load_target
+from dspark.models.registry import load_drafter
+from dspark.models.target import Target
+from dspark.models.weights import resolve_model
+
+SCHEDULERS = ("fixed", "threshold", "greedy")
+
+
+class Answer:
+    """An answer under way: iterate over its rounds, the prefill's first; ``completion`` is there after the last."""
+
+    def __init__(self, rounds: Generator[RoundRecord, None, Completion]) -> None:
+        self._rounds = rounds
+        self._completion: Completion | None = None
+
+    def __iter__(self) -> Iterator[RoundRecord]:
+        self._completion = yield from self._rounds
+
+    @property
+    def completion(self) -> Completion:
+        assert self._completion is not None, "the rounds have not been iterated to their end"
+        return self._completion
+
+    def finish(self) -> Completion:
+        """Run the remaining rounds."""
+        for _ in self:
+            pass
+        return self.completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A loaded target, the drafter that proposes to it, and the way its conversations become ids."""
+
+    target: Target
+    drafter: Drafter
+    chat: ChatFormat
+    folder: Path  # of the target's files
+    model: str  # as the user named it
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        drafter: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        implementation: str = "auto",
+        trust_remote_code: bool = False,
+        threads: int | None = None,
+    ) -> Bundle:
+        """Load everything. ``threads`` sets torch's CPU threads for the whole process; None leaves them.
+
+        Raises :class:`ModelError`, :class:`CheckpointError` or :class:`ConfigError` if a part cannot be had.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        folder = resolve_model(model, trust_remote_code=trust_remote_code)
+        target = load_target(
+            model, dtype=dtype, device=device, implementation=implementation, trust_remote_code=trust_remote_code
+        )
+        return cls(
+            target=target,
+            drafter=load_drafter(drafter, target),
+            chat=ChatFormat.from_folder(folder, trust_remote_code=trust_remote_code),
+            folder=folder,
+            model=model,
+        )
+
+    def prompt_ids(self, text: str, *, system: str | None = None) -> list[int]:
+        """Ids of a single user turn through the chat template; ``system`` None leaves the template's own."""
+        return self.chat.prompt_ids(messages(text, system=system))
+
+    def raw_ids(self, text: str) -> list[int]:
+        """Ids of a text to be continued as it stands, with whatever the tokenizer puts in front of every text."""
+        return list(self.chat.tokenizer(text, add_special_tokens=True)["input_ids"])
+
+    def answer(
+        self, prompt_ids: Sequence[int], *, sampling: SamplingParams, max_new_tokens: int, scheduler: Scheduler
+    ) -> Answer:
+        """Start answering; nothing is computed before the first round is asked for."""
+        return Answer(
+            stream(
+                self.target,
+                self.drafter,
+                prompt_ids,
+                sampling=sampling,
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=self.chat.stop_token_ids,
+                scheduler=scheduler,
+            )
+        )
+
+    def text_of(self, completion: Completion) -> str:
+        """Text of an answer, without the token that ended it."""
+        ids = completion.token_ids
+        return self.chat.decode(ids[:-1] if completion.finish_reason == "stop" else ids)
+
+    def scheduler(self, name: str, *, verify_len: int | None = None, threshold: float | None = None) -> Scheduler:
+        """The scheduler called ``name``; ``greedy`` measures the target's speed first, which takes a second or two."""
+        check_scheduler(name, verify_len=verify_len, threshold=threshold)
+        if name == "greedy":
+            return GreedyScheduler(profile_sps(self.target, max_tokens=self.drafter.block_size + 1))
+        return FixedScheduler(verify_len) if threshold is None else ThresholdScheduler(threshold)
+
+
+def check_scheduler(name: str, *, verify_len: int | None, threshold: float | None) -> None:
+    """Raise :class:`ConfigError` for an unknown scheduler, or for a setting that it would ignore or lacks."""
+    if name not in SCHEDULERS:
+        raise ConfigError(f"scheduler is {name!r}; it must be one of {', '.join(SCHEDULERS)}")
+    if verify_len is not None and name != "fixed":
+        raise ConfigError(f"verify_len is {verify_len}, which only the fixed scheduler uses, not {name}; leave it out")
+    if (threshold is not None) != (name == "threshold"):
+        given = "is missing" if threshold is None else f"is {threshold}"
+        raise ConfigError(f"threshold {given}; the threshold scheduler needs one in [0, 1] and no other takes one")
+
+
+def messages(text: str | None = None, *, system: str | None = None) -> list[dict[str, str]]:
+    """A conversation of at most a system prompt and one user turn; what is None is left out."""
+    turns = (("system", system), ("user", text))
+    return [{"role": role, "content": content} for role, content in turns if content is not None]

@@ -1,0 +1,280 @@
+"""The command line: one verb per stage. Options are parsed here; the work is done in the modules they name.
+
+Whatever a user can do wrong ends in one line on stderr and exit code 2; an interrupt exits with 130. Heavy imports stay
+inside the verbs, so that ``dspark --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+import dspark
+from dspark.errors import ConfigError, DataError, DsparkError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class OneLineErrors(TyperGroup):
+    """A command group that reports a user's mistakes in one line instead of a traceback or a box."""
+
+    def main(  # the signature is typer's
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a verb and, unless ``standalone_mode`` is False, exit with its code."""
+        try:
+            # an interrupt comes back as 130, the result of a verb as None
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra) or 0
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED
+        except (typer.TyperException, DsparkError, OSError) as error:
+            typer.echo(f"dspark: {_one_line(error)}", err=True)
+            code = EXIT_USER_ERROR
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, typer.TyperException):
+        text = error.format_message()
+    elif isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    help="Lossless speculative decoding: the same output as the model alone, in less time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="smollm2, a Hugging Face folder, a .gguf file or a Hub id.")]
+DrafterSpec = Annotated[str, typer.Option("--drafter", "-d", help="default, ngram, none or a drafter's folder.")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32 or float16; auto takes what is fastest here.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Implementation = Annotated[str, typer.Option(help="Of the target: auto, lean or transformers.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch chooses.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model's repository brings along.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(help="Keep the smallest set of tokens with this mass.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of the largest probability.")]
+Seed = Annotated[int, typer.Option(help="Of the request's random streams.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens per answer.")]
+SchedulerName = Annotated[
+    Literal["fixed", "threshold", "greedy"],
+    typer.Option(
+        "--scheduler", help="How many drafts are checked: a fixed number, the confident ones, or Algorithm 1."
+    ),
+]
+VerifyLen = Annotated[int | None, typer.Option(min=0, help="Drafts to check, with --scheduler fixed; default: all.")]
+Threshold = Annotated[float | None, typer.Option(help="Least confidence, with --scheduler threshold.")]
+System = Annotated[str | None, typer.Option(help="System prompt; default: the chat template's own.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dspark {dspark.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _dspark(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    model: Model = "smollm2",
+    drafter: DrafterSpec = "default",
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    scheduler: SchedulerName = "fixed",
+    verify_len: VerifyLen = None,
+    threshold: Threshold = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
+    system: System = None,
+    as_json: Json = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    implementation: Implementation = "auto",
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Answer one prompt, streaming the text."""
+    text = _stdin_text() if prompt == "-" else prompt
+    if not text.strip():
+        raise ConfigError("the prompt is empty; give a text, or - and a text on stdin")
+    if raw and system is not None:
+        raise ConfigError("--system goes into the chat template, which --raw leaves out; give one of the two")
+    from dspark import console
+    from dspark.bundle import Bundle, check_scheduler
+    from dspark.core import SamplingParams
+
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    check_scheduler(scheduler, verify_len=verify_len, threshold=threshold)
+    bundle = Bundle.load(model, drafter, **_place(dtype, device, implementation, threads, trust_remote_code))
+    rule = bundle.scheduler(scheduler, verify_len=verify_len, threshold=threshold)
+    prompt_ids = bundle.raw_ids(text) if raw else bundle.prompt_ids(text, system=system)
+    answer = bundle.answer(prompt_ids, sampling=sampling, max_new_tokens=max_new_tokens, scheduler=rule)
+    if as_json:
+        _print_json(console.completion_data(bundle, answer.finish(), prompt_ids, sampling))
+    else:
+        typer.echo(console.speed_line(console.stream_text(answer, bundle)), err=True)
+
+
+@app.command()
+def chat(
+    model: Model = "smollm2",
+    drafter: DrafterSpec = "default",
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 0.95,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 512,
+    system: System = None,
+    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the accepted draft tokens.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    implementation: Implementation = "auto",
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Talk in the terminal, or answer the lines of stdin one after the other. /reset starts afresh, /quit ends."""
+    from dspark import console
+    from dspark.bundle import Bundle
+    from dspark.core import SamplingParams
+
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    bundle = Bundle.load(model, drafter, **_place(dtype, device, implementation, threads, trust_remote_code))
+    console.converse(bundle, sampling=sampling, max_new_tokens=max_new_tokens, system=system, show_drafts=show_drafts)
+
+
+@app.command()
+def bench(
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", help="JSONL with `turns` or `prompt`, may be repeated; default: built-in prompts."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per domain; default: all.")] = None,
+    model: Model = "smollm2",
+    drafter: DrafterSpec = "default",
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 128,
+    scheduler: SchedulerName = "fixed",
+    verify_len: VerifyLen = None,
+    threshold: Threshold = None,
+    peer: Annotated[
+        Literal["transformers"] | None, typer.Option(help="Measure another engine's generate as well.")
+    ] = None,
+    as_json: Json = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    implementation: Implementation = "auto",
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Measure drafted against undrafted decoding, prompt by prompt in one process."""
+    from dspark import console
+    from dspark.artifacts import provenance
+    from dspark.bundle import Bundle, check_scheduler
+    from dspark.core import SamplingParams
+    from dspark.evaluate.bench import BenchConfig, prompts_of, read_prompts
+    from dspark.evaluate.demo_prompts import PROMPTS
+    from dspark.evaluate.peer import TransformersPeer
+
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    config = BenchConfig(max_new_tokens=max_new_tokens, sampling=sampling)
+    check_scheduler(scheduler, verify_len=verify_len, threshold=threshold)
+    chosen = read_prompts(prompts, limit=limit) if prompts else prompts_of(PROMPTS, limit=limit)
+    bundle = Bundle.load(model, drafter, **_place(dtype, device, implementation, threads, trust_remote_code))
+    rule = bundle.scheduler(scheduler, verify_len=verify_len, threshold=threshold)
+    info = bundle.target.info
+    other = TransformersPeer(bundle.folder, dtype=info.dtype, device=info.device) if peer else None
+    report = console.run_bench(bundle, chosen, config, scheduler=rule, peer=other)
+    if as_json:
+        settings = {"config": config, "scheduler": repr(rule), "peer": peer, "provenance": provenance()}
+        _print_json(console.bench_data(bundle, report, settings))
+    else:
+        console.print_report(report, peer=peer)
+
+
+@app.command()
+def demo(
+    model: Model = "smollm2",
+    drafter: DrafterSpec = "default",
+    max_new_tokens: MaxNewTokens = 96,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+) -> None:
+    """Answer a handful of prompts with and without drafts, and show the same text and the speedup."""
+    from dspark import console
+    from dspark.bundle import Bundle
+    from dspark.evaluate.bench import BenchConfig, prompts_of
+    from dspark.evaluate.demo_prompts import DEMO_PER_DOMAIN, PROMPTS
+
+    config = BenchConfig(max_new_tokens=max_new_tokens)
+    bundle = Bundle.load(model, drafter, **_place(dtype, device, "auto", threads, False))
+    console.show_demo(bundle, prompts_of(PROMPTS, limit=DEMO_PER_DOMAIN), config)
+
+
+def _place(dtype: str, device: str, implementation: str, threads: int | None, trust: bool) -> dict[str, Any]:
+    """The options that say how a model is run, as :meth:`Bundle.load` takes them."""
+    return {
+        "dtype": dtype,
+        "device": device,
+        "implementation": implementation,
+        "threads": threads,
+        "trust_remote_code": trust,
+    }
+
+
+def _stdin_text() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"stdin is not UTF-8 ({error.reason} at byte {error.start}); convert the text first") from None
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    typer.echo(json.dumps(data, ensure_ascii=False, allow_nan=False))
+
+
+def main() -> None:
+    """Entry point of the ``dspark`` command."""
+    app()

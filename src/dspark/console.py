@@ -1,0 +1,295 @@
+"""What the command line prints: streamed answers, drafts in colour, tables and JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from dspark.bundle import Answer, Bundle, messages
+from dspark.core import Completion, RoundRecord, SamplingParams
+from dspark.errors import RequestError
+from dspark.evaluate.bench import BenchConfig, BenchPrompt, measure, near_tie_tolerance
+from dspark.evaluate.figures import (
+    Agreement,
+    BenchReport,
+    Pair,
+    acceptance_length,
+    bench_report,
+    conditional_acceptance,
+    plain_data,
+    prefix_acceptance,
+    stage_times,
+)
+from dspark.evaluate.peer import Peer
+from dspark.maths.scheduling import FixedScheduler, Scheduler
+
+DRAFT_STYLE = "green"  # of tokens that the drafter wrote and the target accepted
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def pieces(rounds: Iterator[RoundRecord], bundle: Bundle) -> Iterator[tuple[str, bool]]:
+    """Text as it becomes certain, and whether the token that completed it was an accepted draft; no stop tokens."""
+    stream = bundle.chat.stream()
+    for record in rounds:
+        for place, token in enumerate(record.committed):
+            if token not in bundle.chat.stop_token_ids:
+                yield stream.push(token), place < record.accepted
+    yield stream.flush(), False
+
+
+def stream_text(answer: Answer, bundle: Bundle) -> Completion:
+    """Write an answer to stdout while it arrives, and a line end after it."""
+    for text, _ in pieces(iter(answer), bundle):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return answer.completion
+
+
+def stream_drafts(answer: Answer, bundle: Bundle, out: Console) -> Completion:
+    """Like :func:`stream_text`, with accepted draft tokens in colour where the terminal has any."""
+    for text, drafted in pieces(iter(answer), bundle):
+        out.print(Text(text, style=DRAFT_STYLE if drafted else ""), end="", soft_wrap=True)
+    out.print()
+    return answer.completion
+
+
+def speed_line(completion: Completion) -> str:
+    """Tokens, speed and acceptance of an answer, in a few words."""
+    words = [f"{len(completion.token_ids)} tokens ({completion.finish_reason})"]
+    if completion.rounds:
+        words.append(f"{completion.tokens_per_second:.1f} tokens/s")
+        words.append(f"acceptance length {completion.acceptance_length:.2f}")
+    return ", ".join(words)
+
+
+def completion_data(
+    bundle: Bundle, completion: Completion, prompt_ids: Sequence[int], sampling: SamplingParams
+) -> dict[str, Any]:
+    """An answer and its figures for ``--json``; names as in :mod:`dspark.evaluate.figures`, times in milliseconds."""
+    return {
+        "text": bundle.text_of(completion),
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": len(prompt_ids),
+        "tokens_per_second": plain_data(completion.tokens_per_second),
+        "rounds": len(completion.rounds),
+        "acceptance_length": plain_data(acceptance_length(completion.rounds)),
+        "prefix_acceptance": plain_data(prefix_acceptance(completion.rounds)),
+        "conditional_acceptance": plain_data(conditional_acceptance(completion.rounds)),
+        "milliseconds": {
+            "prefill": plain_data(1e3 * completion.prefill_seconds),
+            "decode": plain_data(1e3 * completion.decode_seconds),
+            "per_round": plain_data(stage_times(completion.rounds)),
+        },
+        "sampling": plain_data(sampling),
+        **bundle_data(bundle),
+    }
+
+
+def bundle_data(bundle: Bundle) -> dict[str, str]:
+    """What was run: model, drafter, precision and place."""
+    return {
+        "model": bundle.model,
+        "drafter": bundle.drafter.name,
+        "dtype": str(bundle.target.info.dtype).removeprefix("torch."),
+        "device": str(bundle.target.info.device),
+    }
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+def converse(
+    bundle: Bundle, *, sampling: SamplingParams, max_new_tokens: int, system: str | None, show_drafts: bool
+) -> None:
+    """Answer line after line of stdin in one conversation. ``/reset`` forgets it, ``/quit`` or the input's end ends it.
+
+    Every turn draws from streams of its own: the seed counts up with the turns.
+    """
+    out = Console(highlight=False)
+    talk = messages(system=system)
+    for turn, line in enumerate(_lines()):
+        command = line.strip()
+        if command == "/quit":
+            return
+        if command == "/reset":
+            talk = messages(system=system)
+        elif command.startswith("/"):
+            raise RequestError(f"{command} is no command; there are /reset and /quit")
+        elif command:
+            asked = [*talk, {"role": "user", "content": line}]
+            answer = bundle.answer(
+                bundle.chat.prompt_ids(asked),
+                sampling=replace(sampling, seed=sampling.seed + turn),
+                max_new_tokens=max_new_tokens,
+                scheduler=FixedScheduler(),
+            )
+            completion = stream_drafts(answer, bundle, out) if show_drafts else stream_text(answer, bundle)
+            talk = [*asked, {"role": "assistant", "content": bundle.text_of(completion)}]
+
+
+def _lines() -> Iterator[str]:
+    """The lines that the user types, with a prompt and a history at a terminal."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - gives input() its history; not there on every system
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+
+
+# --- benchmarks ------------------------------------------------------------------------------------------------------
+
+
+def run_bench(
+    bundle: Bundle, prompts: Sequence[BenchPrompt], config: BenchConfig, *, scheduler: Scheduler, peer: Peer | None
+) -> BenchReport:
+    """Measure with a progress line on stderr."""
+    pairs = []
+    with Console(stderr=True).status("warming up") as status:
+        for pair in _measured(bundle, prompts, config, scheduler=scheduler, peer=peer):
+            pairs.append(pair)
+            status.update(f"{len(pairs)} of {len(prompts)} prompts")
+    tolerance = near_tie_tolerance(bundle.target.info.dtype)
+    return bench_report(pairs, greedy=config.sampling.greedy, tolerance=tolerance)
+
+
+def _measured(
+    bundle: Bundle, prompts: Sequence[BenchPrompt], config: BenchConfig, *, scheduler: Scheduler, peer: Peer | None
+) -> Iterator[Pair]:
+    ids = [(prompt.domain, bundle.prompt_ids(prompt.text)) for prompt in prompts]
+    stops = frozenset(bundle.chat.stop_token_ids)
+    return measure(
+        bundle.target, bundle.drafter, ids, replace(config, stop_token_ids=stops), scheduler=scheduler, peer=peer
+    )
+
+
+def bench_data(bundle: Bundle, report: BenchReport, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A benchmark's figures for ``--json``."""
+    return {**bundle_data(bundle), **{k: plain_data(v) for k, v in settings.items()}, **_object(report)}
+
+
+def _object(report: BenchReport) -> dict[str, Any]:
+    data = plain_data(report)
+    assert isinstance(data, dict)
+    return data
+
+
+def print_report(report: BenchReport, *, peer: str | None = None) -> None:
+    """A row per domain and one for their mean."""
+    table = Table(title="drafted against undrafted: medians over prompts, interleaved", title_justify="left")
+    table.add_column("domain")
+    speeds = ["tokens/s", "undrafted", *([peer] if peer else [])]
+    for name in ["prompts", "speedup", "acceptance", *speeds, "ms/round", "undrafted", "identical"]:
+        table.add_column(name, justify="right")
+    for name, figures in (*report.domains.items(), ("mean", report.mean)):
+        if name == "mean":
+            table.add_section()
+        table.add_row(
+            name,
+            str(figures.prompts),
+            f"{figures.speedup:.2f}x",
+            f"{figures.acceptance_length:.2f}",
+            f"{figures.tokens_per_second:.1f}",
+            f"{figures.plain_tokens_per_second:.1f}",
+            *([f"{figures.peer_tokens_per_second or math.nan:.1f}"] if peer else []),
+            f"{figures.round_ms.round:.1f}",
+            f"{figures.plain_round_ms:.1f}",
+            agreement_text(figures.identical),
+        )
+    Console().print(table)
+
+
+def agreement_text(agreement: Agreement | None) -> str:
+    """``6/6``, or what the others are: ``5/6 (1 near-tie)``, ``4/6 (2 differ)``."""
+    if agreement is None:
+        return "sampled"
+    faults = agreement.total - agreement.count - agreement.near_ties
+    others = [f"{agreement.near_ties} near-tie{'s' * (agreement.near_ties > 1)}"] if agreement.near_ties else []
+    others += [f"{faults} differ"] if faults else []
+    return f"{agreement.count}/{agreement.total}" + (f" ({', '.join(others)})" if others else "")
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+def show_demo(bundle: Bundle, prompts: Sequence[BenchPrompt], config: BenchConfig) -> None:
+    """Show every prompt's answer with its drafts in colour, both speeds, and whether the text is the same."""
+    out = Console(highlight=False)
+    tolerance = near_tie_tolerance(bundle.target.info.dtype)
+    info = bundle.target.info
+    dtype = str(info.dtype).removeprefix("torch.")
+    out.print(
+        f"{bundle.model} ({dtype} on {info.device}), drafter {bundle.drafter.name}; every prompt is answered twice"
+    )
+    out.print(Text.assemble("In ", ("this colour", DRAFT_STYLE), ": drafted tokens that the model accepted.\n"))
+    pairs: list[Pair] = []
+    with out.status("warming up") as status:
+        for prompt, pair in zip(
+            prompts, _measured(bundle, prompts, config, scheduler=FixedScheduler(), peer=None), strict=True
+        ):
+            pairs.append(pair)
+            out.print(Text(f"{prompt.domain}: {prompt.text}", style="bold"))
+            out.print(Padding(_coloured(pair.drafted, bundle), (0, 0, 0, 2)))
+            out.print(f"  -> {pair_line(pair, tolerance=tolerance)}\n")
+            status.update(f"{len(pairs)} of {len(prompts)} prompts")
+    report = bench_report(pairs, greedy=True, tolerance=tolerance)
+    print_report(report)
+    out.print(
+        f"{report.mean.speedup:.2f}x the speed of the same engine without drafts; "
+        f"texts identical: {agreement_text(report.mean.identical)}"
+    )
+
+
+def _coloured(completion: Completion, bundle: Bundle) -> Text:
+    """An answer with its accepted drafts in colour; its first token is the prefill's, which no round records."""
+    first = RoundRecord(
+        draft_tokens=(),
+        confidence=(),
+        verify_len=0,
+        accepted=0,
+        committed=completion.token_ids[:1],
+        draft_seconds=0.0,
+        sequential_seconds=0.0,
+        verify_seconds=0.0,
+        host_seconds=0.0,
+    )
+    parts = pieces(iter((first, *completion.rounds)), bundle)
+    return Text.assemble(*((text, DRAFT_STYLE if drafted else "") for text, drafted in parts))
+
+
+def pair_line(pair: Pair, *, tolerance: float) -> str:
+    """Speeds of both ways and an honest word on whether the text is the same; ``tolerance`` in logits."""
+    drafted, plain = pair.drafted, pair.plain
+    words = f"{plain.tokens_per_second:.1f} -> {drafted.tokens_per_second:.1f} tokens/s"
+    words += (
+        f" ({drafted.tokens_per_second / plain.tokens_per_second:.2f}x), acceptance {drafted.acceptance_length:.2f}"
+    )
+    parted = pair.divergence
+    if parted is None:
+        return f"{words}, identical text"
+    if parted.top_two and parted.gap <= tolerance:
+        return (
+            f"{words}; identical up to token {parted.position + 1}, a near-tie: the best two logits are "
+            f"{parted.gap:.3f} apart, less than this precision resolves"
+        )
+    return (
+        f"{words}; DIFFERENT from token {parted.position + 1} on, where the best two logits are {parted.gap:.3f} apart"
+    )
