@@ -1,4 +1,4 @@
-"""A tiny random chat model in a folder, with a byte-level tokenizer and a ChatML template, and a random drafter for it."""
+"""A tiny random chat model in a folder, byte-level tokenizer and template included, and a random drafter for it."""
 
 from __future__ import annotations
 
