@@ -88,7 +88,10 @@ class TableTarget:
         final = self.states[contexts]
         features = torch.cat([torch.tanh(final * (tap + 2)) for tap in taps], dim=1) if taps else None
         wanted = final[np.cumsum(counts) - 1] if last_only else final
-        return TargetOutput(wanted @ self.head.T if want_logits else None, features, final)
+        return TargetOutput(self.logits(wanted) if want_logits else None, features, final)
+
+    def logits(self, final: Tensor) -> Tensor:
+        return final @ self.head.T
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.embeddings[token_ids]

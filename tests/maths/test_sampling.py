@@ -129,6 +129,14 @@ def test_target_probs_survive_extreme_logits() -> None:
     assert target_probs(masked, SamplingParams(temperature=1.0, top_k=3, top_p=0.9))[0].tolist() == [0.0, 0.5, 0.0, 0.5]
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.5}])
+@pytest.mark.parametrize("bad", [[float("nan"), 1.0, 0.0], [float("inf"), 1.0, 0.0], [float("-inf")] * 3])
+def test_unusable_logits_are_refused_when_drawn_from(bad: list[float], filters: dict[str, float]) -> None:
+    probs = target_probs(torch.tensor([bad]), SamplingParams(temperature=1.0, **filters))
+    with pytest.raises(RequestError, match="check the logits for nan"):
+        draw(probs[0], torch.Generator())
+
+
 def test_rows_sum_to_one_over_a_large_vocabulary() -> None:
     logits = torch.randn(2, 49152, generator=torch.Generator().manual_seed(1)) * 0.1
     sums = target_probs(logits, SamplingParams(temperature=1.0)).sum(1, dtype=torch.float64)

@@ -33,8 +33,9 @@ def target_probs(logits: Float[Tensor, "rows vocab"], params: SamplingParams) ->
     probability, hence indifferent to renormalisation. (vLLM applies min_p before top_k and top_p; with min_p and top_p
     both on, its nucleus can therefore be smaller.)
 
-    Ties. greedy: the lowest id. top_k: every token as likely as the k-th stays, so more than k may. top_p: the smallest
-    set with the mass; among equals at its edge the lower ids stay. min_p: a token exactly at the limit stays.
+    Ties, between equal fp32 weights exp((logit - max) / temperature). greedy: the lowest id. top_k: every token as
+    likely as the k-th stays, so more than k may. top_p: the smallest set with the mass; among equals at its edge the
+    lower ids stay. min_p: a token exactly at the limit stays.
     ``logits`` may be of any float type and hold -inf (a grammar's mask); a row without a finite logit gives nan, which
     drawing refuses.
     """
@@ -42,17 +43,21 @@ def target_probs(logits: Float[Tensor, "rows vocab"], params: SamplingParams) ->
         one_hot = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
         return one_hot.scatter_(1, logits.argmax(1, keepdim=True), 1.0)
     logits = logits.float()
-    scaled = (logits - logits.amax(1, keepdim=True)).div_(params.temperature)  # <= 0: no temperature overflows
-    if 0 < params.top_k < scaled.shape[1]:
-        kth = scaled.topk(params.top_k, dim=1).values[:, -1:]
-        scaled.masked_fill_(scaled < kth, -torch.inf)
-    weights = scaled.exp_()  # the largest of a row is exactly 1
+    weights = (logits - logits.amax(1, keepdim=True)).div_(params.temperature).exp_()  # the largest is exactly 1
+    if 0 < params.top_k < weights.shape[1]:
+        _cut(weights, weights.topk(params.top_k, dim=1).values[:, -1:])
     if params.top_p < 1.0:
         _keep_nucleus(weights, params.top_p)
     if params.min_p > 0.0:
-        weights.masked_fill_(weights < params.min_p, 0.0)
+        _cut(weights, torch.full((len(weights), 1), params.min_p, device=weights.device))
     # A float64 total: over a large vocabulary an fp32 one is off by enough to show in a normalisation check.
     return weights.div_(weights.sum(1, keepdim=True, dtype=torch.float64).float())
+
+
+def _cut(weights: Float[Tensor, "rows vocab"], edge: Float[Tensor, "rows 1"]) -> None:
+    """Zero, in place, what is below each row's ``edge``."""
+    # A mask of floats rather than booleans: on a CPU comparing and multiplying in one type is five times as fast.
+    weights.mul_(torch.ge(weights, edge, out=torch.empty_like(weights)))
 
 
 def _keep_nucleus(weights: Float[Tensor, "rows vocab"], top_p: float, head: int = NUCLEUS_HEAD) -> None:
@@ -63,10 +68,10 @@ def _keep_nucleus(weights: Float[Tensor, "rows vocab"], top_p: float, head: int 
     """
     wanted = top_p * weights.sum(1, keepdim=True, dtype=torch.float64)
     edge, room = _nucleus_edge(weights, wanted, min(head, weights.shape[1]))
-    weights.masked_fill_(weights < edge, 0.0)
-    at_edge = weights == edge
+    _cut(weights, edge)
+    at_edge = torch.eq(weights, edge, out=torch.empty_like(weights))
     if bool((at_edge.sum(1, keepdim=True) > room).any()):
-        weights.masked_fill_(at_edge & (at_edge.cumsum(1) > room), 0.0)
+        weights.masked_fill_((at_edge == 1) & (at_edge.cumsum(1) > room), 0.0)
 
 
 def _nucleus_edge(
