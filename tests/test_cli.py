@@ -218,6 +218,7 @@ def test_mistakes_about_the_model_and_its_drafter(model: str, tmp_path: Path) ->
     assert "toaster" in ask("--device", "toaster")
     assert "sparse" in ask("--implementation", "sparse")
     assert "nowhere" in ask("--drafter", "nowhere", *FAST)
+    assert "--drafter: ngram, none or a folder" in ask(*FAST)  # the one we ship is for another model
     wide = save_random_drafter(tmp_path / "wide", hidden_size=40)
     assert "hidden_size is 40" in ask("--drafter", str(wide), *FAST)
     (tmp_path / "wide" / "model.safetensors").write_bytes(b"not tensors")

@@ -11,7 +11,7 @@ import torch
 from dspark.chat import ChatFormat
 from dspark.core import Completion, RoundRecord, SamplingParams
 from dspark.decode import stream
-from dspark.errors import ConfigError
+from dspark.errors import CheckpointError, ConfigError
 from dspark.evaluate.profile import profile_sps
 from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, Scheduler, ThresholdScheduler
 from dspark.models.drafter import Drafter
@@ -20,6 +20,7 @@ from dspark.models.registry import load_drafter
 from dspark.models.target import Target
 from dspark.models.weights import resolve_model
 
+OTHERS = "name another with --drafter: ngram, none or a folder"
 SCHEDULERS = ("fixed", "threshold", "greedy")
 
 
@@ -79,7 +80,7 @@ class Bundle:
         )
         return cls(
             target=target,
-            drafter=load_drafter(drafter, target),
+            drafter=_load_drafter(drafter, target),
             chat=ChatFormat.from_folder(folder, trust_remote_code=trust_remote_code),
             folder=folder,
             model=model,
@@ -120,6 +121,16 @@ class Bundle:
         if name == "greedy":
             return GreedyScheduler(profile_sps(self.target, max_tokens=self.drafter.block_size + 1))
         return FixedScheduler(verify_len) if threshold is None else ThresholdScheduler(threshold)
+
+
+def _load_drafter(spec: str, target: Target) -> Drafter:
+    """The drafter, with a remedy added where nobody chose the one that does not serve."""
+    try:
+        return load_drafter(spec, target)
+    except CheckpointError as error:
+        if spec != "default":
+            raise
+        raise CheckpointError(f"no default drafter for {target.info.name}: {error}; {OTHERS}") from error
 
 
 def check_scheduler(name: str, *, verify_len: int | None, threshold: float | None) -> None:

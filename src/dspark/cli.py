@@ -67,35 +67,58 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str, typer.Option("--model", "-m", help="smollm2, a Hugging Face folder, a .gguf file or a Hub id.")]
-DrafterSpec = Annotated[str, typer.Option("--drafter", "-d", help="default, ngram, none or a drafter's folder.")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32 or float16; auto takes what is fastest here.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Implementation = Annotated[str, typer.Option(help="Of the target: auto, lean or transformers.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: what torch chooses.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that the model's repository brings along.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option(help="Keep the smallest set of tokens with this mass.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of the largest probability.")]
-Seed = Annotated[int, typer.Option(help="Of the request's random streams.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens per answer.")]
+MODEL, SAMPLING, DRAFTING = "Model", "Sampling", "Drafting"  # headings of --help
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", "-m", help="smollm2, a Hugging Face folder, a .gguf file or a Hub id.", rich_help_panel=MODEL
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option(help="auto (what is fastest here), bfloat16, float32 or float16.", rich_help_panel=MODEL)
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=MODEL)]
+Implementation = Annotated[str, typer.Option(help="auto, lean or transformers.", rich_help_panel=MODEL)]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads; default: what torch chooses.", rich_help_panel=MODEL)
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code that the model's repository brings along.", rich_help_panel=MODEL
+    ),
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
+TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=SAMPLING)]
+TopP = Annotated[float, typer.Option(help="Keep the smallest set with this mass.", rich_help_panel=SAMPLING)]
+MinP = Annotated[
+    float, typer.Option(help="Drop tokens below this share of the likeliest one's chance.", rich_help_panel=SAMPLING)
+]
+Seed = Annotated[int, typer.Option(help="Of the random streams.", rich_help_panel=SAMPLING)]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SAMPLING)]
+DrafterSpec = Annotated[
+    str, typer.Option("--drafter", "-d", help="default, ngram, none or a drafter's folder.", rich_help_panel=DRAFTING)
+]
 SchedulerName = Annotated[
     Literal["fixed", "threshold", "greedy"],
     typer.Option(
-        "--scheduler", help="How many drafts are checked: a fixed number, the confident ones, or Algorithm 1."
+        "--scheduler",
+        help="Drafts to check: a fixed number, the confident ones, or what pays (Algorithm 1).",
+        rich_help_panel=DRAFTING,
     ),
 ]
-VerifyLen = Annotated[int | None, typer.Option(min=0, help="Drafts to check, with --scheduler fixed; default: all.")]
-Threshold = Annotated[float | None, typer.Option(help="Least confidence, with --scheduler threshold.")]
+VerifyLen = Annotated[int | None, typer.Option(min=0, help="Number for fixed; default: all.", rich_help_panel=DRAFTING)]
+Threshold = Annotated[float | None, typer.Option(help="Least confidence for threshold.", rich_help_panel=DRAFTING)]
 System = Annotated[str | None, typer.Option(help="System prompt; default: the chat template's own.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"dspark {dspark.__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -38,19 +39,24 @@ DRAFT_STYLE = "green"  # of tokens that the drafter wrote and the target accepte
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-def pieces(rounds: Iterator[RoundRecord], bundle: Bundle) -> Iterator[tuple[str, bool]]:
-    """Text as it becomes certain, and whether the token that completed it was an accepted draft; no stop tokens."""
-    stream = bundle.chat.stream()
+def tokens_of(rounds: Iterable[RoundRecord]) -> Iterator[tuple[int, bool]]:
+    """Committed tokens, and whether each was an accepted draft."""
     for record in rounds:
-        for place, token in enumerate(record.committed):
-            if token not in bundle.chat.stop_token_ids:
-                yield stream.push(token), place < record.accepted
+        yield from ((token, place < record.accepted) for place, token in enumerate(record.committed))
+
+
+def pieces(tokens: Iterable[tuple[int, bool]], bundle: Bundle) -> Iterator[tuple[str, bool]]:
+    """Text as it becomes certain, with the mark of the token that completed it; stop tokens have no text."""
+    stream = bundle.chat.stream()
+    for token, drafted in tokens:
+        if token not in bundle.chat.stop_token_ids:
+            yield stream.push(token), drafted
     yield stream.flush(), False
 
 
 def stream_text(answer: Answer, bundle: Bundle) -> Completion:
     """Write an answer to stdout while it arrives, and a line end after it."""
-    for text, _ in pieces(iter(answer), bundle):
+    for text, _ in pieces(tokens_of(answer), bundle):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
@@ -60,7 +66,7 @@ def stream_text(answer: Answer, bundle: Bundle) -> Completion:
 
 def stream_drafts(answer: Answer, bundle: Bundle, out: Console) -> Completion:
     """Like :func:`stream_text`, with accepted draft tokens in colour where the terminal has any."""
-    for text, drafted in pieces(iter(answer), bundle):
+    for text, drafted in pieces(tokens_of(answer), bundle):
         out.print(Text(text, style=DRAFT_STYLE if drafted else ""), end="", soft_wrap=True)
     out.print()
     return answer.completion
@@ -234,21 +240,20 @@ def show_demo(bundle: Bundle, prompts: Sequence[BenchPrompt], config: BenchConfi
     """Show every prompt's answer with its drafts in colour, both speeds, and whether the text is the same."""
     out = Console(highlight=False)
     tolerance = near_tie_tolerance(bundle.target.info.dtype)
-    info = bundle.target.info
-    dtype = str(info.dtype).removeprefix("torch.")
+    facts = bundle_data(bundle)
     out.print(
-        f"{bundle.model} ({dtype} on {info.device}), drafter {bundle.drafter.name}; every prompt is answered twice"
+        f"{facts['model']} ({facts['dtype']} on {facts['device']}), drafter {facts['drafter']}; "
+        "every prompt is answered with and without drafts"
     )
     out.print(Text.assemble("In ", ("this colour", DRAFT_STYLE), ": drafted tokens that the model accepted.\n"))
     pairs: list[Pair] = []
     with out.status("warming up") as status:
-        for prompt, pair in zip(
-            prompts, _measured(bundle, prompts, config, scheduler=FixedScheduler(), peer=None), strict=True
-        ):
+        measured = _measured(bundle, prompts, config, scheduler=FixedScheduler(), peer=None)
+        for prompt, pair in zip(prompts, measured, strict=True):
             pairs.append(pair)
             out.print(Text(f"{prompt.domain}: {prompt.text}", style="bold"))
             out.print(Padding(_coloured(pair.drafted, bundle), (0, 0, 0, 2)))
-            out.print(f"  -> {pair_line(pair, tolerance=tolerance)}\n")
+            out.print(f"  = {speeds_text(pair)}\n  = {sameness_text(pair, tolerance=tolerance)}\n")
             status.update(f"{len(pairs)} of {len(prompts)} prompts")
     report = bench_report(pairs, greedy=True, tolerance=tolerance)
     print_report(report)
@@ -260,36 +265,26 @@ def show_demo(bundle: Bundle, prompts: Sequence[BenchPrompt], config: BenchConfi
 
 def _coloured(completion: Completion, bundle: Bundle) -> Text:
     """An answer with its accepted drafts in colour; its first token is the prefill's, which no round records."""
-    first = RoundRecord(
-        draft_tokens=(),
-        confidence=(),
-        verify_len=0,
-        accepted=0,
-        committed=completion.token_ids[:1],
-        draft_seconds=0.0,
-        sequential_seconds=0.0,
-        verify_seconds=0.0,
-        host_seconds=0.0,
-    )
-    parts = pieces(iter((first, *completion.rounds)), bundle)
+    tokens = chain([(completion.token_ids[0], False)], tokens_of(completion.rounds))
+    parts = pieces(tokens, bundle)
     return Text.assemble(*((text, DRAFT_STYLE if drafted else "") for text, drafted in parts))
 
 
-def pair_line(pair: Pair, *, tolerance: float) -> str:
-    """Speeds of both ways and an honest word on whether the text is the same; ``tolerance`` in logits."""
+def speeds_text(pair: Pair) -> str:
+    """Speeds of both ways."""
     drafted, plain = pair.drafted, pair.plain
-    words = f"{plain.tokens_per_second:.1f} -> {drafted.tokens_per_second:.1f} tokens/s"
-    words += (
-        f" ({drafted.tokens_per_second / plain.tokens_per_second:.2f}x), acceptance {drafted.acceptance_length:.2f}"
+    return (
+        f"{drafted.tokens_per_second:.1f} tokens/s instead of {plain.tokens_per_second:.1f} "
+        f"({drafted.tokens_per_second / plain.tokens_per_second:.2f}x), acceptance {drafted.acceptance_length:.2f}"
     )
+
+
+def sameness_text(pair: Pair, *, tolerance: float) -> str:
+    """An honest word on whether both ways gave the same text; ``tolerance`` in logits."""
     parted = pair.divergence
     if parted is None:
-        return f"{words}, identical text"
+        return "identical text"
+    where = f"token {parted.position + 1}, where the model's best two logits are {parted.gap:.3f} apart"
     if parted.top_two and parted.gap <= tolerance:
-        return (
-            f"{words}; identical up to token {parted.position + 1}, a near-tie: the best two logits are "
-            f"{parted.gap:.3f} apart, less than this precision resolves"
-        )
-    return (
-        f"{words}; DIFFERENT from token {parted.position + 1} on, where the best two logits are {parted.gap:.3f} apart"
-    )
+        return f"same text up to {where}: a near-tie that rounding breaks"
+    return f"DIFFERENT text from {where}"

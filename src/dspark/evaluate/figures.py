@@ -223,7 +223,7 @@ def _longest(rounds: Sequence[RoundRecord]) -> int:
     return max((proposed(r) for r in rounds), default=0)
 
 
-def _ratio(over: float, under: float) -> float:
+def _ratio(over: int | float, under: int | float) -> float:
     return over / under if under else math.nan
 
 
