@@ -37,9 +37,8 @@ def a_pair(divergence: Divergence | None) -> Pair:
     "divergence, words",
     [
         (None, "identical text"),
-        (Divergence(position=4, gap=0.125, top_two=True), "same text up to token 5"),
-        (Divergence(position=4, gap=0.125, top_two=False), "DIFFERENT text from token 5"),
-        (Divergence(position=4, gap=0.9, top_two=True), "DIFFERENT text from token 5"),
+        (Divergence(position=4, gap=0.125), "same text up to token 5"),
+        (Divergence(position=4, gap=0.9), "DIFFERENT text from token 5"),
     ],
 )
 def test_sameness_is_not_claimed_where_it_is_not(divergence: Divergence | None, words: str) -> None:

@@ -284,7 +284,7 @@ def sameness_text(pair: Pair, *, tolerance: float) -> str:
     parted = pair.divergence
     if parted is None:
         return "identical text"
-    where = f"token {parted.position + 1}, where the model's best two logits are {parted.gap:.3f} apart"
-    if parted.top_two and parted.gap <= tolerance:
-        return f"same text up to {where}: a near-tie that rounding breaks"
+    where = f"token {parted.position + 1}, where the two choices are within {parted.gap:.3f} logits"
+    if parted.gap <= tolerance:
+        return f"same text up to {where}: a near-tie that rounding decides"
     return f"DIFFERENT text from {where}"

@@ -95,12 +95,12 @@ def test_stage_times_are_medians_in_milliseconds_and_take_the_sequential_part_ou
 def test_agreement_separates_near_ties_from_faults() -> None:
     found = [
         None,
-        Divergence(position=3, gap=0.1, top_two=True),
-        Divergence(position=3, gap=0.1, top_two=False),  # a third token: no rounding explains it
-        Divergence(position=3, gap=2.0, top_two=True),
+        Divergence(position=3, gap=0.1),
+        Divergence(position=3, gap=0.5),  # the tolerance itself is in
+        Divergence(position=3, gap=2.0),  # no rounding explains this one
     ]
     result = agreement(found, tolerance=0.5)
-    assert (result.count, result.total, result.near_ties, result.largest_gap) == (1, 4, 1, 2.0)
+    assert (result.count, result.total, result.near_ties, result.largest_gap) == (1, 4, 2, 2.0)
 
 
 def pair(domain: str, *, drafted: float, plain: float, peer: float | None = None, **kwargs: Divergence) -> Pair:
@@ -132,7 +132,7 @@ def test_sampled_output_is_not_said_to_be_identical() -> None:
 
 def test_mean_weighs_domains_alike_and_sums_counts() -> None:
     fast = domain_figures([pair("math", drafted=1.0, plain=3.0)] * 3, greedy=True, tolerance=0.5)
-    parted = Divergence(position=1, gap=0.25, top_two=True)
+    parted = Divergence(position=1, gap=0.25)
     slow = domain_figures([pair("code", drafted=1.0, plain=1.0, divergence=parted)], greedy=True, tolerance=0.5)
     mean = mean_figures([fast, slow])
     assert mean.speedup == pytest.approx(2.0) and mean.prompts == 4

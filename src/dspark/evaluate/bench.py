@@ -25,7 +25,7 @@ from dspark.models.drafter import Drafter, NoDrafter
 from dspark.models.target import Target
 
 WARM_UP_TOKENS = 16
-NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}  # logits
+NEAR_TIES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.75}  # logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,24 +120,28 @@ def measure(
 def near_tie_gap(
     target: Target, prompt_ids: Sequence[int], tokens_a: Sequence[int], tokens_b: Sequence[int]
 ) -> Divergence | None:
-    """Where two outputs for one prompt first differ, and the gap between the target's best two logits there.
+    """Where two outputs for one prompt first differ, and how far the tokens taken are from the target's best logit.
 
     None when one output continues the other. A pass over eight tokens rounds otherwise than a pass over one, so in bf16
-    a greedy choice between two logits closer than that rounding may fall either way; a gap well above it is a fault.
+    a greedy choice between logits closer than that rounding may fall either way; a gap well above it is a fault. With
+    the best two tokens taken, as a near-tie has it, the gap is the one between their logits.
     """
     position = next((i for i, (a, b) in enumerate(zip(tokens_a, tokens_b, strict=False)) if a != b), None)
     if position is None:
         return None
     ids = torch.tensor([*prompt_ids, *tokens_a[:position]], device=target.info.device)
     memory = target.new_memory(rows=1, max_len=len(ids))
-    logits = target.forward(ids, memory, last_only=True).logits
-    assert logits is not None  # asked for above
-    best = logits[-1].float().topk(2)
-    gap = float(best.values[0] - best.values[1])
-    taken = {int(tokens_a[position]), int(tokens_b[position])}
-    return Divergence(position=position, gap=gap, top_two=set(best.indices.tolist()) == taken)
+    output = target.forward(ids, memory, last_only=True)
+    assert output.logits is not None  # asked for
+    logits = output.logits[-1].float()
+    lesser = min(float(logits[tokens_a[position]]), float(logits[tokens_b[position]]))
+    return Divergence(position=position, gap=float(logits.max()) - lesser)
 
 
 def near_tie_tolerance(dtype: torch.dtype) -> float:
-    """Gap in logits up to which rounding in ``dtype`` may decide a greedy choice: some steps of a logit of size 16."""
+    """Gap in logits up to which rounding in ``dtype`` may decide a greedy choice.
+
+    For bf16 it was measured: between passes over 1, 8 and all tokens, the gap between SmolLM2's best two logits moved
+    by up to 0.5 in 192 positions.
+    """
     return NEAR_TIES[dtype]

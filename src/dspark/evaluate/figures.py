@@ -75,8 +75,7 @@ class Divergence:
     """Where two greedy outputs for one prompt part, and how close the target's choice was there."""
 
     position: int  # of the first differing token, 0-based in the output
-    gap: float  # logits: best minus second best, as the target sees them in one pass over the common prefix
-    top_two: bool  # the two outputs took just these two tokens
+    gap: float  # logits: the best minus the lesser of the two tokens taken, in one pass over the common prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ class Agreement:
 
     count: int
     total: int
-    near_ties: int  # differ first where the two tokens taken were the best two and at most ``tolerance`` apart
+    near_ties: int  # differ first where both tokens taken were at most ``tolerance`` below the best
     largest_gap: float  # logits, over all divergences; 0 without any
 
 
@@ -169,7 +168,7 @@ def agreement(divergences: Sequence[Divergence | None], *, tolerance: float) -> 
     return Agreement(
         count=len(divergences) - len(found),
         total=len(divergences),
-        near_ties=sum(d.top_two and d.gap <= tolerance for d in found),
+        near_ties=sum(d.gap <= tolerance for d in found),
         largest_gap=max((d.gap for d in found), default=0.0),
     )
 
