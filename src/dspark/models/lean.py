@@ -11,6 +11,7 @@ On CUDA a captured graph per (rows, count) would remove the launch gaps; shapes 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.models.decoder_config import DecoderConfig, Rope
-from dspark.models.lean_weights import Layer, Weights
+from dspark.models.lean_weights import Weights
 from dspark.models.linear import Linear
 from dspark.models.ragged import AttentionShape, Plan, Run, Span, check_batch, last_tokens, plan_batch
 from dspark.models.target import KVMemory, TargetInfo, TargetOutput, check_taps
@@ -70,11 +71,9 @@ class LeanTarget:
             device=self.info.device,
         )
 
-    def new_memory(self, *, rows: int, max_len: int) -> KVMemory:
+    def new_memory(self, *, rows: int, max_len: int) -> LeanMemory:
         """KV memory for ``rows`` requests of up to ``max_len`` tokens each."""
-        config = self.config
-        shapes = [(config.num_kv_heads, config.head_dim)] * config.num_layers
-        return KVMemory(rows=rows, max_len=max_len, shapes=shapes, dtype=self.info.dtype, device=self.info.device)
+        return LeanMemory(self.config, rows=rows, max_len=max_len, dtype=self.info.dtype, device=self.info.device)
 
     def embed(self, token_ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """Input embeddings as the first layer receives them."""
@@ -107,75 +106,77 @@ class LeanTarget:
             rows = rows[:1]
         counts = check_batch(token_ids, memory, rows, counts)
         taps = check_taps(taps, self.config.num_layers)
+        assert isinstance(memory, LeanMemory), "memory of another target"
         with torch.inference_mode():
             x, tapped = self._decode(token_ids, memory, plan_batch(memory, rows, counts, self._attention_shape), taps)
         memory.advance(rows, counts)
         # Outside inference mode, so that a trainer may use the results in a graph of its own.
         with torch.no_grad():
             features = torch.cat(tapped, -1) if taps else None
-            final = self._norm(x, self._final_norm)
+            final = self._final_norm(x)
             logits = self.logits(last_tokens(final, counts) if last_only else final) if want_logits else None
         return TargetOutput(logits, features, final)
 
     def _decode(
-        self, token_ids: Tensor, memory: KVMemory, plan: Plan, taps: tuple[int, ...]
+        self, token_ids: Tensor, memory: LeanMemory, plan: Plan, taps: tuple[int, ...]
     ) -> tuple[Tensor, list[Tensor]]:
         """All layers over the flat batch: the last layer's output and the tapped states."""
         config = self.config
         rotation = local = self._rotation(config.rope, memory.max_len, plan)
         if config.local_rope != config.rope:
             local = self._rotation(config.local_rope, memory.max_len, plan)
+        views = [memory.views(run) for run in plan.runs]
         x = self.embed(token_ids)
         tapped = [x] if -1 in taps else []
         for i, layer in enumerate(self._layers):
-            h = self._norm(x, layer.input_norm)
-            h = self._attention(h, layer, memory.keys[i], memory.values[i], local if layer.slides else rotation, plan)
+            qkv = layer.qkv(layer.input_norm(x)).view(x.shape[0], -1, config.head_dim)
+            h = self._attention(i, qkv, local if layer.slides else rotation, plan.runs, views)
+            h = layer.o(h)
             if layer.pre_feedforward_norm is None:
                 x = x + h
-                h = self._norm(x, layer.post_attention_norm)
+                h = layer.post_attention_norm(x)
             else:
-                x = x + self._norm(h, layer.post_attention_norm)
-                h = self._norm(x, layer.pre_feedforward_norm)
-            gate, up = layer.gate_up(h).chunk(2, -1)
+                x = x + layer.post_attention_norm(h)
+                h = layer.pre_feedforward_norm(x)
+            gate, up = layer.gate_up(h).view(-1, 2, config.intermediate_size).unbind(1)
             h = layer.down(self._activation(gate).mul_(up))
-            x = x + (h if layer.post_feedforward_norm is None else self._norm(h, layer.post_feedforward_norm))
+            x = x + (h if layer.post_feedforward_norm is None else layer.post_feedforward_norm(h))
             if i in taps:
                 tapped.append(x)
         return x, tapped
 
     def _attention(
-        self, h: Tensor, layer: Layer, keys: Tensor, values: Tensor, rotation: Rotation, plan: Plan
+        self, i: int, qkv: Tensor, rotation: Rotation, runs: Sequence[Run], views: Sequence[MemoryViews]
     ) -> Tensor:
-        """Self-attention of one layer over the flat batch; writes the new keys and values."""
-        config = self.config
-        heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = layer.qkv(h).view(-1, heads + 2 * kv_heads, width)
-        qk, new_values = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        """Self-attention of layer ``i`` over the flat batch: from [tokens, heads + 2 kv_heads, head_dim] to
+        [tokens, heads * head_dim]. Writes the new keys and values into the memory."""
+        config, layer = self.config, self._layers[i]
+        heads, kv_heads = config.num_heads, config.num_kv_heads
         if layer.qk_norm is not None:
-            qk = self._norm(qk, layer.qk_norm)
-        # Rotation of half-split pairs: (a, b) -> (a cos - b sin, b cos + a sin); the sign sits in the sine table.
+            qkv[:, : heads + kv_heads] = layer.qk_norm(qkv[:, : heads + kv_heads])
+        # Half-split pairs turn as (a, b) -> (a cos - b sin, b cos + a sin), with the sign in the sine table.
+        # Values take part with cosine 1 and sine 0, so that keys and values are one tensor to be written.
         cos, sin = rotation
-        partner = qk.roll(width // 2, -1)
-        rotated = qk * cos
-        queries = torch.addcmul(rotated[:, :heads], partner[:, :heads], sin)
-        new_keys = torch.addcmul(rotated[:, heads:], partner[:, heads:], sin)
+        states = torch.addcmul(qkv * cos, qkv.roll(config.head_dim // 2, -1), sin)
+        queries, new = states[:, :heads], states[:, heads:].view(-1, 2, kv_heads, config.head_dim)
         outputs = []
-        for run in plan.runs:
-            _write(keys, new_keys, run)
-            _write(values, new_values, run)
-            span = run.local if layer.slides else run.full
-            outputs.append(self._attend(queries[run.tokens], keys[run.rows], values[run.rows], span, run))
-        return layer.o(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        for run, view in zip(runs, views, strict=True):
+            view.write(i, new if len(runs) == 1 else new[run.tokens], run)
+            q = queries if len(runs) == 1 else queries[run.tokens]
+            if layer.slides:
+                outputs.append(self._attend(q, view.local_keys[i], view.local_values[i], run.local, run))
+            else:
+                outputs.append(self._attend(q, view.keys[i], view.values[i], run.full, run))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, span: Span, run: Run) -> Tensor:
         """Attention of one run; ``queries`` [tokens, heads, head_dim] to [tokens, heads * head_dim]."""
         config = self.config
         group, kv_heads, width = config.group, config.num_kv_heads, config.head_dim
-        keys, values = keys[:, :, span.start : span.stop], values[:, :, span.start : span.stop]
         if run.folded:
-            q = queries.view(-1, run.count * group, kv_heads, width).transpose(1, 2)
+            q = queries.reshape(-1, run.count * group, kv_heads, width).transpose(1, 2)
             return self._products(q, keys, values, span).transpose(1, 2).reshape(-1, config.num_heads * width)
-        q = queries.view(run.count, group, kv_heads, width).permute(1, 2, 0, 3)
+        q = queries.reshape(run.count, group, kv_heads, width).permute(1, 2, 0, 3)
         keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
         return self._products(q, keys, values, span).permute(2, 0, 1, 3).reshape(run.count, config.num_heads * width)
 
@@ -189,14 +190,6 @@ class LeanTarget:
             scores += span.mask
         return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis, computed in fp32. Gemma's weights, 1 + w, are fp32 and act before rounding."""
-        if weight.dim() == 1:
-            return F.rms_norm(x.to(weight.dtype), weight.shape, weight, self.config.rms_eps).to(x.dtype)
-        # A row of weights per head: those of queries, then those of keys.
-        normed = F.rms_norm(x.to(weight.dtype), weight.shape[-1:], None, self.config.rms_eps)
-        return normed.mul_(weight).to(x.dtype)
-
     def _rotation(self, rope: Rope, max_len: int, plan: Plan) -> Rotation:
         """Cosines and signed sines of a batch's positions, from tables that cover ``max_len`` of them.
 
@@ -209,15 +202,55 @@ class LeanTarget:
             sin = torch.cat((-angles.sin(), angles.sin()), -1).mul_(rope.scale)
             device, dtype = self.info.device, self.info.dtype
             self._tables[rope] = table = (cos[:, None].to(device, dtype), sin[:, None].to(device, dtype))
-        return table[0][plan.positions], table[1][plan.positions]
+        cos, sin = table[0][plan.positions], table[1][plan.positions]
+        turned, kept = self.config.num_heads + self.config.num_kv_heads, self.config.num_kv_heads
+        return (
+            torch.cat((cos.expand(-1, turned, -1), torch.ones_like(cos).expand(-1, kept, -1)), 1),
+            torch.cat((sin.expand(-1, turned, -1), torch.zeros_like(sin).expand(-1, kept, -1)), 1),
+        )
 
 
-def _write(memory: Tensor, new: Tensor, run: Run) -> None:
-    """Put keys or values [tokens, kv_heads, head_dim] of a run into [rows, kv_heads, max_len, head_dim]."""
-    if run.scatter is None:
-        memory[run.rows.start, :, run.past : run.past + run.count] = new[run.tokens].transpose(0, 1)
-    else:
-        memory[run.scatter[0], :, run.scatter[1]] = new[run.tokens]
+class LeanMemory(KVMemory):
+    """KV memory as one tensor [layers, 2, rows, kv_heads, max_len, head_dim].
+
+    ``keys`` and ``values`` are views of it. A pass takes the views that it needs of all layers in one operation each.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, rows: int, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(rows=rows, max_len=max_len, shapes=(), dtype=dtype, device=device)
+        size = (config.num_layers, 2, rows, config.num_kv_heads, max_len, config.head_dim)
+        self.both = torch.zeros(size, dtype=dtype, device=device)
+        self.keys, self.values = list(self.both[:, 0]), list(self.both[:, 1])
+
+    def views(self, run: Run) -> MemoryViews:
+        """What a run reads and writes, of every layer."""
+        both, row, end = self.both, run.rows.start, run.past + run.count
+        slots = both.unbind(0) if run.scatter else both[:, :, row, :, run.past : end].unbind(0)
+        full = both[:, :, run.rows, :, run.full.start : run.full.stop]
+        local = full if run.local is run.full else both[:, :, run.rows, :, run.local.start : run.local.stop]
+        keys, values = full[:, 0].unbind(0), full[:, 1].unbind(0)
+        if local is full:
+            return MemoryViews(slots, keys, values, keys, values)
+        return MemoryViews(slots, keys, values, local[:, 0].unbind(0), local[:, 1].unbind(0))
+
+
+class MemoryViews(NamedTuple):
+    """Views of a memory for one run, a tensor per layer."""
+
+    slots: Sequence[Tensor]  # where new keys and values go
+    keys: Sequence[Tensor]  # [rows, kv_heads, keys, head_dim]
+    values: Sequence[Tensor]
+    local_keys: Sequence[Tensor]  # the same for sliding layers
+    local_values: Sequence[Tensor]
+
+    def write(self, i: int, new: Tensor, run: Run) -> None:
+        """Put a run's new keys and values [tokens, 2, kv_heads, head_dim] into layer ``i``."""
+        if run.scatter is None:
+            self.slots[i].copy_(new.permute(1, 2, 0, 3))
+        else:
+            self.slots[i][:, run.scatter[0], :, run.scatter[1]] = new
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from dspark.errors import ModelError
 from dspark.models.decoder_config import DecoderConfig
 from dspark.models.linear import Linear
+from dspark.models.norm import RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +26,11 @@ class Layer:
     o: Linear
     gate_up: Linear
     down: Linear
-    input_norm: Tensor
-    post_attention_norm: Tensor  # before the feed-forward part, unless the family has four norms
-    pre_feedforward_norm: Tensor | None
-    post_feedforward_norm: Tensor | None
-    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
+    input_norm: RMSNorm
+    post_attention_norm: RMSNorm  # before the feed-forward part, unless the family has four norms
+    pre_feedforward_norm: RMSNorm | None
+    post_feedforward_norm: RMSNorm | None
+    qk_norm: RMSNorm | None  # [heads + kv_heads, head_dim]
     slides: bool
 
 
@@ -51,7 +52,10 @@ class Weights:
         name = next((name for name in self.tensors if name.endswith("lm_head.weight")), "lm_head.weight")
         return self._take(name, (self.config.vocab_size, self.config.hidden_size))
 
-    def norm(self, name: str, width: int) -> Tensor:
+    def norm(self, name: str, width: int) -> RMSNorm:
+        return RMSNorm(self._norm_weight(name, width), self.config.rms_eps)
+
+    def _norm_weight(self, name: str, width: int) -> Tensor:
         weight = self.take(name, width)
         return 1.0 + weight.float() if self.config.norm_offset else weight
 
@@ -61,9 +65,11 @@ class Weights:
         four = config.four_norms
         qk_norm = None
         if config.qk_norm:
-            q_norm = self.norm(prefix + "self_attn.q_norm.weight", config.head_dim).expand(config.num_heads, -1)
-            k_norm = self.norm(prefix + "self_attn.k_norm.weight", config.head_dim).expand(config.num_kv_heads, -1)
-            qk_norm = torch.cat((q_norm, k_norm))
+            q_norm = self._norm_weight(prefix + "self_attn.q_norm.weight", config.head_dim).expand(config.num_heads, -1)
+            k_norm = self._norm_weight(prefix + "self_attn.k_norm.weight", config.head_dim).expand(
+                config.num_kv_heads, -1
+            )
+            qk_norm = RMSNorm(torch.cat((q_norm, k_norm)), config.rms_eps)
         return Layer(
             qkv=self._qkv(prefix + "self_attn."),
             o=self._output(prefix + "self_attn.o_proj."),
