@@ -204,6 +204,29 @@ def chat(
 
 
 @app.command()
+def train(
+    answers: Annotated[list[Path], typer.Option("--answers", help="JSONL with the target's answers; may be repeated.")],
+    prompts: Annotated[list[Path], typer.Option("--prompts", help="JSONL with their prompts; may be repeated.")],
+    out: Annotated[Path, typer.Option(help="Run folder; an interrupted run found there goes on.")],
+    model: Model = "smollm2",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer updates; default: the config's.")] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other field of TrainConfig, as name=value; may be repeated."),
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Train a drafter on the target's own answers; ends with the folder of the best one."""
+    from dspark import training
+
+    given: dict[str, Any] = {"model": model, "out": str(out)}
+    given |= {"answers": tuple(map(str, answers)), "prompts": tuple(map(str, prompts))}
+    given |= {} if steps is None else {"steps": steps}
+    if not training.run(training.read_config(given, fields or []), threads=threads):
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
 def bench(
     prompts: Annotated[
         list[Path] | None,

@@ -1,0 +1,170 @@
+"""The ``train`` verb: reads its options, lets held-out prompts be decoded while training, and shows the progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from dspark.bundle import Bundle
+from dspark.data.features import Sample
+from dspark.errors import ConfigError
+from dspark.evaluate.held_out import decoded_acceptance
+from dspark.models.backbone import DraftModel
+from dspark.models.drafter import DsparkDrafter
+from dspark.train.config import TrainConfig
+from dspark.train.run import Evaluate, train
+
+
+def read_config(given: Mapping[str, Any], assignments: Sequence[str]) -> TrainConfig:
+    """A config from fields already typed and ``name=value`` texts; values are JSON, or else plain words.
+
+    Raises :class:`ConfigError` for an unknown field, a value of another type, or a field given twice.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+    values = dict(given)
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment} has no value; write --set {assignment}=VALUE")
+        if name not in defaults:
+            raise ConfigError(f"--set {name}: no such field; there are {', '.join(defaults)}")
+        if name in values:
+            raise ConfigError(f"{name} is given twice; leave one out")
+        values[name] = _typed(name, text, defaults[name])
+    return TrainConfig(**values)
+
+
+def _typed(name: str, text: str, default: object) -> object:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    if isinstance(default, tuple):
+        value = _tuples(value)
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if isinstance(default, str) and not isinstance(value, str):
+        value = text
+    if type(value) is not type(default):
+        raise ConfigError(f"{name} is {text!r}; it must be like its default, {json.dumps(default)}")
+    return value
+
+
+def _tuples(value: object) -> object:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def run(config: TrainConfig, *, threads: int | None = None) -> bool:
+    """Train to the end, or to the first interrupt: the state is then saved, and the same command goes on from it.
+
+    Returns whether the run is finished. A second interrupt stops at once, and costs what was not saved.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    out = Console(stderr=True, highlight=False)
+    with _first_interrupt() as interrupted, _Board(out, config) as board:
+        best = train(config, evaluate=held_out_decoder(config), on_step=board.show, stop=interrupted)
+    if interrupted() and board.step < config.steps:
+        out.print("interrupted; the state is saved, and the same command goes on from it")
+        return False
+    Console(highlight=False).print(str(best), soft_wrap=True)
+    return True
+
+
+def held_out_decoder(config: TrainConfig) -> Evaluate:
+    """The decoding that a run's evaluations ask for; its target is loaded at the first of them."""
+
+    @cache
+    def bundle() -> Bundle:
+        return Bundle.load(config.model, "none", dtype=config.dtype)
+
+    def evaluate(model: DraftModel, samples: Sequence[Sample]) -> dict[str, float]:
+        loaded = bundle()
+        prompts = [(s.domain, s.token_ids[: int(s.loss_mask.nonzero()[0, 0])].tolist()) for s in samples]
+        return decoded_acceptance(
+            loaded.target,
+            DsparkDrafter(model, loaded.target),
+            prompts,
+            max_new_tokens=config.evaluate_tokens,
+            stop_token_ids=loaded.chat.stop_token_ids,
+        )
+
+    return evaluate
+
+
+class _Board:
+    """Progress of a run: a bar with the latest figures on a terminal, a line per report elsewhere."""
+
+    def __init__(self, out: Console, config: TrainConfig) -> None:
+        self.step = 0
+        self._out, self._steps = out, config.steps
+        self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=out, disable=not out.is_terminal)
+        self._task = self._bar.add_task("loading the target and the answers", total=config.steps)
+        self._first: tuple[int, float] | None = None  # step and seconds of the first report, to tell the pace from
+
+    def __enter__(self) -> _Board:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, line: dict[str, Any]) -> None:
+        """Take in one of the run's log lines."""
+        self.step = line["step"]
+        self._first = self._first or (self.step, line["seconds"])
+        if (found := evaluation_text(line)) is not None:
+            self._out.print(f"step {self.step}: {found}")
+            return
+        words = progress_text(line, self._steps, since=self._first)
+        self._bar.update(self._task, completed=self.step, description=words)
+        if not self._out.is_terminal:
+            self._out.print(words, soft_wrap=True)
+
+
+def progress_text(line: Mapping[str, Any], steps: int, *, since: tuple[int, float]) -> str:
+    """Step, loss, analytic acceptance, speed and time left; ``since`` is an earlier (step, seconds) of the same run."""
+    pace = (line["seconds"] - since[1]) / max(1, line["step"] - since[0])
+    left = round(pace * (steps - line["step"]))
+    remaining = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left" if left or line["step"] == steps else "..."
+    return (
+        f"{line['step']}/{steps}, loss {line['loss']:.3f}, acceptance length {line['acceptance_length']:.2f}, "
+        f"{line['tokens_per_second']:.0f} tokens/s, {line['blocks_per_second']:.0f} blocks/s, {remaining}"
+    )
+
+
+def evaluation_text(line: Mapping[str, Any]) -> str | None:
+    """Held-out acceptance of a log line, by decoding where it was decoded; None for a line of training figures."""
+    for name, how in (("held_out_decoded", "decoded"), ("held_out_analytic", "analytic")):
+        if name in line:
+            figures = {k: v for k, v in line[name].items() if isinstance(v, float)}
+            return f"held-out acceptance length, {how}: " + ", ".join(f"{k} {v:.2f}" for k, v in figures.items())
+    return None
+
+
+@contextmanager
+def _first_interrupt() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into a flag that the run asks for; the second one interrupts as usual."""
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
