@@ -28,7 +28,7 @@ BELOW = {
 STAGE = {"core", "errors", "artifacts", "maths", "models", "chat", "decode"}
 BELOW |= {"data": STAGE, "train": STAGE | {"data"}, "evaluate": STAGE}
 BELOW |= {"bundle": STAGE | {"evaluate"}}
-BELOW |= {"console": STAGE | {"evaluate", "bundle"}, "training": STAGE | {"evaluate", "bundle", "train", "data"}}
+BELOW |= {"console": STAGE | {"evaluate", "bundle"}, "train_cli": STAGE | {"evaluate", "bundle", "train", "data"}}
 BELOW |= {"cli": {*BELOW}}
 
 PUBLIC = {

@@ -217,12 +217,12 @@ def train(
     threads: Threads = None,
 ) -> None:
     """Train a drafter on the target's own answers; ends with the folder of the best one."""
-    from dspark import training
+    from dspark import train_cli
 
     given: dict[str, Any] = {"model": model, "out": str(out)}
     given |= {"answers": tuple(map(str, answers)), "prompts": tuple(map(str, prompts))}
     given |= {} if steps is None else {"steps": steps}
-    if not training.run(training.read_config(given, fields or []), threads=threads):
+    if not train_cli.run(train_cli.read_config(given, fields or []), threads=threads):
         raise typer.Exit(EXIT_INTERRUPTED)
 
 

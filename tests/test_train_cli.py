@@ -12,11 +12,11 @@ import pytest
 from tiny_chat import save_chat_model
 from typer.testing import CliRunner, Result
 
-import dspark.training as training
+import dspark.train_cli as train_cli
 from dspark.cli import app
 from dspark.errors import ConfigError
 from dspark.train.config import TrainConfig
-from dspark.training import evaluation_text, progress_text, read_config
+from dspark.train_cli import evaluation_text, progress_text, read_config
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ def test_evaluations_show_decoded_before_analytic_acceptance() -> None:
 
 def test_the_first_interrupt_is_a_flag_and_the_second_is_none() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), training._first_interrupt() as came:
+    with pytest.raises(KeyboardInterrupt), train_cli._first_interrupt() as came:
         assert not came()
         signal.raise_signal(signal.SIGINT)
         assert came()
@@ -143,15 +143,15 @@ def test_a_run_ends_with_a_drafter_that_decodes(model: Path, tmp_path: Path) -> 
 
 
 def test_an_interrupted_run_is_saved_and_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = training._Board.show
+    shown = train_cli._Board.show
 
-    def interrupt_once(board: training._Board, line: dict) -> None:
+    def interrupt_once(board: train_cli._Board, line: dict) -> None:
         shown(board, line)
         if line["step"] == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
     assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(training._Board, "show", interrupt_once)
+    monkeypatch.setattr(train_cli._Board, "show", interrupt_once)
     first = invoke(train_command(model, tmp_path, "--steps", "4"))
     assert first.exit_code == 130 and "the same command goes on" in first.stderr, (first.output, first.exception)
     monkeypatch.undo()

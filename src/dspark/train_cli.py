@@ -1,4 +1,4 @@
-"""The ``train`` verb: reads its options, lets held-out prompts be decoded while training, and shows the progress."""
+"""The ``train`` verb: reads its options, decodes held-out prompts while training, and shows the progress."""
 
 from __future__ import annotations
 
