@@ -2,8 +2,9 @@
 
     python recipes/ablate_training.py --answers FILE --prompts FILE [--seconds 150] [--only NAME,NAME] > table.jsonl
 
-All variants share the target, the samples and their features, and get the same seconds of training steps (target passes are
-not counted: they cost the same for all). Every line of the output is a variant with its steps, blocks and held-out analytic
+All variants share the target, the samples and their features, and get the same seconds of training steps, counted as
+processor time over threads, so that a neighbour on the machine does not decide (target passes are not counted: they cost the
+same for all). Every line of the output is a variant with its steps, blocks and held-out analytic
 acceptance length per domain.
 """
 
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from dataclasses import replace
+
+import torch
 
 from dspark.train.config import TrainConfig
 from dspark.train.loop import held_out_numbers, step_parts, train_step
@@ -24,6 +28,7 @@ VARIANTS: dict[str, dict] = {
     "base": {},
     "half-steps": {"slots_per_step": 896, "sequences_per_step": 4},
     "rate-x2.5": {"learning_rate": 3e-3},
+    "rate-x0.4": {"learning_rate": 5e-4},
     "soft-only": {"soft_until": 1e9},
     "paper-loss": {"soft_until": 0.0},
     "curriculum": {"curriculum": ((0.2, 1), (0.5, 3), (1.0, 0))},
@@ -65,11 +70,13 @@ def one(run, seconds: float) -> dict:  # type: ignore[no-untyped-def]
     while step < config.steps:
         first = step * config.sequences_per_step
         chosen = [pool[(first + i) % len(pool)] for i in range(config.sequences_per_step)]
-        begin = time.perf_counter()
+        begin = time.process_time()
         parts = step_parts(chosen, run.features, config, step)
         rate = learning_rate(step, config.steps, config.learning_rate, schedule=config.schedule)
         numbers, _ = train_step(run.model, run.optimizer, run.shared, parts, config, step=step, rate=rate)
-        spent, blocks, step = spent + time.perf_counter() - begin, blocks + numbers.blocks, step + 1
+        spent, blocks, step = spent + (time.process_time() - begin) / torch.get_num_threads(), blocks + numbers.blocks, step + 1
+        if step % 10 == 0:
+            print(json.dumps({"step": step, "acceptance_length": numbers.acceptance_length, "l1": numbers.l1}), file=sys.stderr)
         if step == 3:
             config = replace(config, steps=max(6, int(seconds / (spent / 3))))
     held = held_out_numbers(run.model, run.shared, run.features, run.corpus.held_out, run.config)

@@ -89,6 +89,7 @@ class Proposal:
     draft_tokens: Int[Tensor, "block"]
     distribution: DraftDistribution | None = None
     confidence: Float[Tensor, "block"] | None = None
+    sequential_seconds: float = 0.0  # part of the proposal's time spent left to right
 
     @property
     def block(self) -> int:

@@ -52,11 +52,11 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(positions: Int[Tensor, "rows"], head_dim: int, theta: float) -> Float[Tensor, "two rows head_dim"]:
-    """Cosines and sines of the rotary embedding, halves repeated (transformers' ``rotate_half`` convention), fp32."""
+    """Cosines and sines of the rotary embedding, halves repeated (transformers' ``rotate_half`` convention), float64."""
     rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
     angles = positions.double()[:, None] * rates
     angles = torch.cat((angles, angles), -1)
-    return torch.stack((angles.cos(), angles.sin())).float()
+    return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Float[Tensor, "rows heads head_dim"], table: Float[Tensor, "two rows head_dim"]) -> Float[Tensor, "rows heads head_dim"]:
@@ -208,8 +208,6 @@ class DraftModel(nn.Module):
         positions = (batch.anchors[:, None] + torch.arange(size, device=device)).flatten()
         rows = torch.cat([torch.arange(n, device=device) for n in batch.context_counts])
         slot_table, context_table = rope_table(positions, dim, theta), rope_table(rows, dim, theta)
-        if x.dtype == torch.float64:
-            slot_table, context_table = slot_table.double(), context_table.double()
         context = self.context(batch.features)
         for layer in self.layers:
             x = x + layer.self_attn(layer.input_layernorm(x), context, batch, slot_table, context_table)

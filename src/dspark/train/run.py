@@ -177,9 +177,9 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
 
 
 def _claim(folder: Path, config: TrainConfig) -> None:
-    """Write the run's config, or check that the folder's run has the same one; only lengths and watching may differ."""
+    """Write the run's config, or check that the folder's run has the same one; only its length and what watches it may differ."""
     path = folder / "config.json"
-    free = {"out", "log_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens", "save_seconds", "feature_gigabytes"}
+    free = {"out", "steps", "log_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens", "save_seconds", "feature_gigabytes"}
     text = json.dumps(asdict(config))
     if path.is_file() and any(folder.glob("state-*")):
         theirs, ours = json.loads(path.read_text())["config"], json.loads(text)

@@ -1,0 +1,169 @@
+"""The decoding form of DSpark equals its training form, at any depth, and reports what it drew from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import TableTarget
+from torch import Tensor
+
+from dspark.core import Proposal, SamplingParams
+from dspark.errors import CheckpointError
+from dspark.maths.sampling import target_probs
+from dspark.models.backbone import BlockBatch, DraftModel
+from dspark.models.draft_config import DraftConfig
+from dspark.models.drafter import DsparkDrafter
+
+VOCAB, HIDDEN, GAMMA = 29, 16, 5
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.9)
+
+
+def target(max_len: int = 4200) -> TableTarget:
+    return TableTarget(vocab_size=VOCAB, order=1, hidden_size=HIDDEN, max_len=max_len)
+
+
+def model(**changes: object) -> DraftModel:
+    fields: dict = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_target_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "block_size": GAMMA,
+        "mask_token_id": 3,
+        "target_layer_ids": (0, 2),
+        "markov_rank": 6,
+        "max_position_embeddings": 4200,
+    }
+    torch.manual_seed(0)
+    made = DraftModel(DraftConfig(**{**fields, **changes}))
+    for parameter in made.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.5 + (1.0 if parameter.dim() == 1 else 0.0)
+    if made.d2t is not None:
+        ids = torch.randperm(VOCAB)[: made.d2t.shape[0]].sort().values
+        made.d2t.copy_(ids - torch.arange(len(ids)))
+    return made
+
+
+def fed(drafter: DsparkDrafter, features: Tensor, pieces: list[int]) -> object:
+    state = drafter.open(max_len=features.shape[0] + 20)
+    for part in features.split(pieces):
+        drafter.extend(state, torch.zeros(len(part), dtype=torch.long), part)
+    return state
+
+
+def propose(drafter: DsparkDrafter, state: object, sampling: SamplingParams, *, seed: int = 0, limit: int = 99) -> Proposal:
+    random = torch.Generator().manual_seed(seed)
+    return drafter.propose(state, 7, sampling=sampling, generator=random, limit=limit)
+
+
+@pytest.mark.parametrize("depth", [1, 100, 1000, 4000])
+def test_a_block_at_any_depth_equals_the_training_forward(depth: int) -> None:
+    made, table = model(), target()
+    drafter = DsparkDrafter(made, table)
+    features = torch.randn(depth, 2 * HIDDEN)
+    pieces = [depth - depth // 3, *([1] * (depth // 3))] if depth < 2000 else [depth - 8, 3, 5]
+    state = fed(drafter, features, pieces)
+    anchor = torch.tensor([7])
+    batch = BlockBatch(features, [depth], torch.tensor([depth]), anchor, [1])
+    with torch.no_grad():
+        expected = made(batch, table.embed(anchor), table.embed(torch.tensor([3]))[0])[0]
+    torch.testing.assert_close(drafter.backbone(state, 7), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_drafting_leaves_the_context_as_it_was() -> None:
+    drafter = DsparkDrafter(model(), target())
+    features = torch.randn(30, 2 * HIDDEN)
+    once = propose(drafter, fed(drafter, features, [30]), SAMPLED)
+    state = fed(drafter, features[:20], [20])
+    propose(drafter, state, SAMPLED)  # a block whose rows the next features overwrite
+    drafter.extend(state, torch.zeros(10, dtype=torch.long), features[20:])
+    again = propose(drafter, state, SAMPLED)
+    assert torch.equal(once.draft_tokens, again.draft_tokens)
+    torch.testing.assert_close(once.distribution.probs, again.distribution.probs)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 17])
+def test_full_vocabulary_loop_follows_equation_4(draft_vocab: int | None) -> None:
+    made, table = model(draft_vocab_size=draft_vocab), target()
+    drafter = DsparkDrafter(made, table, candidates=0)
+    state = fed(drafter, torch.randn(12, 2 * HIDDEN), [12])
+    proposal = propose(drafter, state, SAMPLED)
+    ids = made.draft_token_ids()
+    with torch.no_grad():
+        base = drafter.backbone(state, 7) @ table.head_weight()[ids].T
+        prev = torch.cat((torch.tensor([7]), proposal.draft_tokens[:-1]))
+        expected = target_probs(base + made.markov_head(prev), SAMPLED)
+    torch.testing.assert_close(proposal.distribution.probs, expected, rtol=1e-4, atol=1e-6)
+    if draft_vocab is not None:
+        assert torch.equal(proposal.distribution.token_ids[0], ids)
+        assert set(proposal.draft_tokens.tolist()) <= set(ids.tolist())
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 17])
+def test_as_many_candidates_as_tokens_change_nothing(draft_vocab: int | None) -> None:
+    made, table = model(draft_vocab_size=draft_vocab), target()
+    size, features = draft_vocab or VOCAB, torch.randn(12, 2 * HIDDEN)
+    full = DsparkDrafter(made, table, candidates=0)
+    almost = DsparkDrafter(made, table, candidates=size - 1)
+    dense = propose(full, fed(full, features, [12]), GREEDY)
+    for drafter in (almost, DsparkDrafter(made, table, candidates=size)):
+        assert torch.equal(propose(drafter, fed(drafter, features, [12]), GREEDY).draft_tokens, dense.draft_tokens)
+
+
+def test_candidates_are_the_largest_base_logits_and_the_rest_is_exactly_zero() -> None:
+    made, table = model(), target()
+    drafter = DsparkDrafter(made, table, candidates=4)
+    state = fed(drafter, torch.randn(12, 2 * HIDDEN), [12])
+    proposal = propose(drafter, state, SAMPLED)
+    base = drafter.backbone(state, 7) @ table.head_weight().T
+    for k in range(GAMMA):
+        row = proposal.distribution.dense(k, VOCAB)
+        assert set(row.nonzero().squeeze(1).tolist()) <= set(base[k].topk(4).indices.tolist())
+        assert float(row.sum()) == pytest.approx(1.0)
+    torch.testing.assert_close(
+        proposal.distribution.of(proposal.draft_tokens),
+        torch.stack([proposal.distribution.dense(k, VOCAB)[t] for k, t in enumerate(proposal.draft_tokens)]),
+    )
+
+
+def test_confidence_is_of_the_prefix_alone() -> None:
+    made, table = model(), target()
+    drafter = DsparkDrafter(made, table)
+    state = fed(drafter, torch.randn(12, 2 * HIDDEN), [12])
+    proposals = [propose(drafter, state, SamplingParams(temperature=3.0), seed=seed) for seed in range(40)]
+    for k in range(GAMMA):
+        by_prefix: dict[tuple[int, ...], set[float]] = {}
+        for p in proposals:
+            by_prefix.setdefault(tuple(p.draft_tokens[:k].tolist()), set()).add(round(float(p.confidence[k]), 6))
+        assert all(len(values) == 1 for values in by_prefix.values())
+    with torch.no_grad():
+        first = proposals[0]
+        prev = torch.cat((torch.tensor([7]), first.draft_tokens[:-1]))
+        inputs = torch.cat((drafter.backbone(state, 7), made.markov_head.embed(prev)), 1)
+        torch.testing.assert_close(first.confidence, made.confidence_head(inputs).sigmoid(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_limit_shortens_the_block_and_does_not_change_it() -> None:
+    drafter = DsparkDrafter(model(), target())
+    state = fed(drafter, torch.randn(12, 2 * HIDDEN), [12])
+    whole, short = propose(drafter, state, SAMPLED), propose(drafter, state, SAMPLED, limit=2)
+    assert torch.equal(short.draft_tokens, whole.draft_tokens[:2])
+    assert propose(drafter, state, SAMPLED, limit=0).block == 0
+
+
+def test_past_its_own_context_limit_it_stops_drafting() -> None:
+    drafter = DsparkDrafter(model(max_position_embeddings=20), target())
+    assert propose(drafter, fed(drafter, torch.randn(15, 2 * HIDDEN), [15]), SAMPLED).block == GAMMA
+    assert propose(drafter, fed(drafter, torch.randn(16, 2 * HIDDEN), [16]), SAMPLED).block == 0
+    assert propose(drafter, fed(drafter, torch.randn(50, 2 * HIDDEN), [18, 5, 27]), SAMPLED).block == 0
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_target_layers"])
+def test_a_drafter_of_another_target_is_refused_by_field(field: str) -> None:
+    changes = {"vocab_size": VOCAB + 1, "hidden_size": HIDDEN + 8, "num_target_layers": 7}
+    with pytest.raises(CheckpointError, match=field):
+        DsparkDrafter(model(**{field: changes[field]}), target())
