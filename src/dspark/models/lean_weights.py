@@ -27,10 +27,10 @@ class Layer:
     gate_up: Linear
     down: Linear
     input_norm: RMSNorm
-    post_attention_norm: RMSNorm  # before the feed-forward part, unless the family has four norms
-    pre_feedforward_norm: RMSNorm | None
-    post_feedforward_norm: RMSNorm | None
-    qk_norm: RMSNorm | None  # [heads + kv_heads, head_dim]
+    feedforward_norm: RMSNorm
+    attention_out_norm: RMSNorm | None  # of families with four norms: on what attention and feed-forward add
+    feedforward_out_norm: RMSNorm | None
+    qk_norm: RMSNorm | None  # weights [heads + kv_heads, head_dim]
     slides: bool
 
 
@@ -76,9 +76,11 @@ class Weights:
             gate_up=self._stack([(prefix + "mlp.gate_proj.", size), (prefix + "mlp.up_proj.", size)], config.mlp_bias),
             down=self._linear(prefix + "mlp.down_proj.", hidden, size, config.mlp_bias),
             input_norm=self.norm(prefix + "input_layernorm.weight", hidden),
-            post_attention_norm=self.norm(prefix + "post_attention_layernorm.weight", hidden),
-            pre_feedforward_norm=self.norm(prefix + "pre_feedforward_layernorm.weight", hidden) if four else None,
-            post_feedforward_norm=self.norm(prefix + "post_feedforward_layernorm.weight", hidden) if four else None,
+            feedforward_norm=self.norm(
+                f"{prefix}{'pre_feedforward' if four else 'post_attention'}_layernorm.weight", hidden
+            ),
+            attention_out_norm=self.norm(prefix + "post_attention_layernorm.weight", hidden) if four else None,
+            feedforward_out_norm=self.norm(prefix + "post_feedforward_layernorm.weight", hidden) if four else None,
             qk_norm=qk_norm,
             slides=config.slides[i],
         )

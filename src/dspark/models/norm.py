@@ -13,7 +13,7 @@ MANY_ROWS = 48
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in fp32 and rounded once to x's dtype.
 
-    ``weight`` [width], or [heads, width] with a row of its own per head; it may be of a wider dtype than x (Gemma's 1 + w).
+    ``weight`` [width], or [heads, width] with a row of its own per head; its dtype may be wider than that of x (Gemma).
 
     On a CPU, PyTorch composes this norm of a dozen operations, which cost a decode step more than the arithmetic. The
     layer norm of [x, -x] is one operation and the same function: its mean is zero and its variance is mean(x^2).
@@ -23,6 +23,8 @@ class RMSNorm:
 
     def __init__(self, weight: Float[Tensor, "*heads width"], eps: float, *, composed: bool = False) -> None:
         self.weight, self.eps, self.width = weight, eps, weight.shape[-1]
+        # For compiled code: fp32, [width], or [2 * width] for the first head and the last (queries' weights and keys').
+        self.exact = (weight if weight.dim() == 1 else torch.cat((weight[0], weight[-1]))).float().contiguous()
         self._doubled = None
         if weight.dim() == 1 and weight.device.type == "cpu" and not composed:
             self._doubled = torch.cat((weight, weight))

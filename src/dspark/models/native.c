@@ -1,0 +1,262 @@
+/* The lean decoder's small operations, fused: what lies between two matrix products of a layer is one call each.
+ *
+ * Compiled at first use for one model (native.py): STATE_BF16 (states are bfloat16, else float), HEAD_DIM, GROUP,
+ * ACTIVATION. All arithmetic is fp32; states are rounded once, when they are stored. The reference of every function is
+ * the PyTorch code in lean.py, and a test holds the two together.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define HEAD_VECTORS (HEAD_DIM / LANES)
+#define QUERY_BLOCK 8 /* queries that share one reading of keys and values */
+#define HELD (HEAD_VECTORS <= 4 ? 4 : HEAD_VECTORS <= 8 ? 2 : 1) /* queries whose sums of values stay in registers */
+
+typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t hvec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+
+#if STATE_BF16
+typedef uint16_t state;
+static inline vec load(const state *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
+static inline void store(state *p, vec x) {
+    uvec bits = (uvec)x; /* round to nearest, ties to even */
+    *(hvec *)p = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, hvec);
+}
+#else
+typedef float state;
+static inline vec load(const state *p) { return *(const vec *)p; }
+static inline void store(state *p, vec x) { *(vec *)p = x; }
+#endif
+
+static inline vec pick(ivec where, vec yes, vec no) { return (vec)((where & (ivec)yes) | (~where & (ivec)no)); }
+static inline vec all(float x) { return (vec){0} + x; }
+
+#define LANE ((ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#define FOLD(x, n) ((x) + __builtin_shuffle(x, LANE ^ n))
+static inline float sum(vec x) {
+    x = FOLD(x, 8);
+    x = FOLD(x, 4);
+    x = FOLD(x, 2);
+    return x[0] + x[1];
+}
+
+/* The sums of four vectors in the first four lanes: lanes n apart are added up, those of a and of b take turns. */
+#define TURNS(n) ((LANE & ~n) + (LANE & n) / n * LANES)
+#define MERGE(a, b, n) (__builtin_shuffle(a, b, TURNS(n)) + __builtin_shuffle(a, b, TURNS(n) + n))
+static inline vec sums_of_four(const vec x[4]) {
+    vec ab = MERGE(x[0], x[1], 1), cd = MERGE(x[2], x[3], 1), all_four = MERGE(ab, cd, 2);
+    all_four = FOLD(all_four, 4);
+    return FOLD(all_four, 8);
+}
+
+/* exp to a few units in the last place: 2^n times a polynomial on [-0.5, 0.5]. From 1e-38, for anything lower, to inf. */
+static inline vec exponential(vec x) {
+    vec t = x * 1.44269504f;
+    t = pick(t < -126.0f, all(-126.0f), t);
+    t = pick(t > 128.0f, all(128.0f), t);
+    vec shifted = t + 12582912.0f; /* 1.5 * 2^23: the integer part of t lands in the low bits */
+    vec f = t - (shifted - 12582912.0f);
+    vec p = f * 1.54035304e-4f + 1.33335581e-3f;
+    p = p * f + 9.61812911e-3f;
+    p = p * f + 5.55041087e-2f;
+    p = p * f + 2.40226507e-1f;
+    p = p * f + 6.93147181e-1f;
+    p = p * f + 1.0f;
+    return pick(x == x, (vec)((uvec)p + ((uvec)shifted << 23)), x); /* nan stays nan */
+}
+
+/* y = x / sqrt(mean(x^2) + eps) * weight per row. With ``added`` x is x + added first, rounded and kept in ``sums``. */
+void rms_norm(const state *x, const state *added, state *sums, state *y, const float *weight, float eps, int64_t rows,
+              int64_t width) {
+#pragma omp parallel for if (rows * width > 32768)
+    for (int64_t r = 0; r < rows; r++) {
+        const state *in = x + r * width;
+        vec squares = {0};
+        for (int64_t i = 0; i < width; i += LANES) {
+            vec v = load(in + i);
+            if (added) {
+                store(sums + r * width + i, v + load(added + r * width + i));
+                v = load(sums + r * width + i);
+            }
+            squares += v * v;
+        }
+        if (added) in = sums + r * width;
+        float scale = 1.0f / sqrtf(sum(squares) / (float)width + eps);
+        for (int64_t i = 0; i < width; i += LANES) store(y + r * width + i, load(in + i) * scale * *(const vec *)(weight + i));
+    }
+}
+
+/* y = activation(gate) * up; ``gate_up`` holds both side by side. */
+void gated(const state *gate_up, state *y, int64_t rows, int64_t width) {
+#pragma omp parallel for if (rows * width > 4096)
+    for (int64_t chunk = 0; chunk < rows * (width / LANES); chunk++) {
+        int64_t r = chunk / (width / LANES), i = chunk % (width / LANES) * LANES;
+        vec gate = load(gate_up + 2 * r * width + i), up = load(gate_up + (2 * r + 1) * width + i);
+#if ACTIVATION == 0 /* silu */
+        vec z = gate;
+#else /* gelu, tanh form: x * sigmoid(2 * u) */
+        vec z = 1.59576912f * (gate + 0.044715f * gate * gate * gate);
+#endif
+        store(y + r * width + i, gate / (1.0f + exponential(-z)) * up);
+    }
+}
+
+struct attention {
+    const state *qkv;   /* [tokens, GROUP * kv_heads + 2 * kv_heads, HEAD_DIM] */
+    state *out;         /* [tokens, GROUP * kv_heads, HEAD_DIM] */
+    state *keys;        /* [rows, kv_heads, max_len, HEAD_DIM] */
+    state *values;
+    const int64_t *row; /* memory row of each token; tokens of a row lie together */
+    const int64_t *position;
+    const float *cos;   /* [positions, HEAD_DIM / 2] */
+    const float *sin;
+    const float *norm;  /* [HEAD_DIM * 2]: weights of queries, then of keys; or null */
+    float *queries;     /* scratch, [tokens, GROUP * kv_heads, HEAD_DIM] */
+    int64_t tokens, kv_heads, max_len, window; /* window 0: none */
+    float eps, scale;
+};
+
+/* One head's state, normed if the family does so, rotated and scaled, in fp32. */
+static void turn(const struct attention *a, const state *in, const float *norm, int64_t position, float scale, float *out) {
+    vec x[HEAD_VECTORS], squares = {0};
+    for (int i = 0; i < HEAD_VECTORS; i++) {
+        x[i] = load(in + i * LANES);
+        squares += x[i] * x[i];
+    }
+    if (norm) {
+        float inverse = 1.0f / sqrtf(sum(squares) / HEAD_DIM + a->eps);
+        for (int i = 0; i < HEAD_VECTORS; i++) x[i] *= inverse * *(const vec *)(norm + i * LANES);
+    }
+    for (int i = 0; i < HEAD_VECTORS / 2; i++) {
+        vec cos = *(const vec *)(a->cos + position * (HEAD_DIM / 2) + i * LANES) * scale;
+        vec sin = *(const vec *)(a->sin + position * (HEAD_DIM / 2) + i * LANES) * scale;
+        vec left = x[i], right = x[i + HEAD_VECTORS / 2];
+        *(vec *)(out + i * LANES) = left * cos - right * sin;
+        *(vec *)(out + HEAD_DIM / 2 + i * LANES) = right * cos + left * sin;
+    }
+}
+
+/* Rotate queries into scratch, keys into the memory; copy values into the memory. */
+static void enter(const struct attention *a, int64_t t) {
+    int64_t heads = GROUP * a->kv_heads, row = a->row[t], position = a->position[t];
+    const state *in = a->qkv + t * (heads + 2 * a->kv_heads) * HEAD_DIM;
+    for (int64_t h = 0; h < heads; h++)
+        turn(a, in + h * HEAD_DIM, a->norm, position, a->scale, a->queries + (t * heads + h) * HEAD_DIM);
+    for (int64_t h = 0; h < a->kv_heads; h++) {
+        int64_t slot = ((row * a->kv_heads + h) * a->max_len + position) * HEAD_DIM;
+        float key[HEAD_DIM];
+        turn(a, in + (heads + h) * HEAD_DIM, a->norm ? a->norm + HEAD_DIM : 0, position, 1.0f, key);
+        for (int i = 0; i < HEAD_DIM; i += LANES) store(a->keys + slot + i, *(const vec *)(key + i));
+        memcpy(a->values + slot, in + (heads + a->kv_heads + h) * HEAD_DIM, HEAD_DIM * sizeof(state));
+    }
+}
+
+/* Weights of one query: softmax of its scores over the keys it may see, unnormalised and 0 elsewhere. Returns their sum. */
+static float softmax(float *scores, int64_t length, int64_t first, int64_t last) {
+    for (int64_t j = 0; j < first; j++) scores[j] = -INFINITY;
+    for (int64_t j = last + 1; j < length; j++) scores[j] = -INFINITY; /* length is a multiple of LANES */
+    vec top = *(const vec *)scores, total = {0};
+    for (int64_t j = LANES; j < length; j += LANES) {
+        vec s = *(const vec *)(scores + j);
+        top = pick(s > top, s, top);
+    }
+    float highest = top[0];
+    for (int i = 1; i < LANES; i++) highest = top[i] > highest ? top[i] : highest;
+    for (int64_t j = 0; j < length; j += LANES) {
+        vec s = *(const vec *)(scores + j);
+        vec weight = pick(s == -INFINITY, all(0.0f), exponential(s - highest));
+        *(vec *)(scores + j) = weight;
+        total += weight;
+    }
+    return sum(total);
+}
+
+/* Attention of up to QUERY_BLOCK queries of one key-value head; queries are numbered (token, group) within a row's tokens. */
+static void attend(const struct attention *a, int64_t first_token, int64_t head, int64_t begin, int64_t end, float *scores) {
+    int64_t heads = GROUP * a->kv_heads, count = end - begin;
+    int64_t low = a->position[first_token + begin / GROUP], high = a->position[first_token + (end - 1) / GROUP];
+    int64_t start = a->window && low >= a->window ? low - a->window + 1 : 0;
+    int64_t length = high + 1 - start, padded = (length + LANES - 1) / LANES * LANES;
+    int64_t base = ((a->row[first_token] * a->kv_heads + head) * a->max_len + start) * HEAD_DIM;
+    const state *keys = a->keys + base, *values = a->values + base;
+    const float *query[QUERY_BLOCK];
+    float total[QUERY_BLOCK];
+    for (int64_t q = 0; q < count; q++) {
+        int64_t n = begin + q;
+        query[q] = a->queries + ((first_token + n / GROUP) * heads + n % GROUP * a->kv_heads + head) * HEAD_DIM;
+    }
+    for (int64_t j = 0; j < length; j += 4) {
+        vec key[4][HEAD_VECTORS];
+        for (int k = 0; k < 4; k++) {
+            const state *from = keys + (j + k < length ? j + k : length - 1) * HEAD_DIM;
+            for (int i = 0; i < HEAD_VECTORS; i++) key[k][i] = load(from + i * LANES);
+        }
+        for (int64_t q = 0; q < count; q++) {
+            vec products[4] = {{0}};
+            for (int i = 0; i < HEAD_VECTORS; i++) {
+                vec part = *(const vec *)(query[q] + i * LANES);
+                for (int k = 0; k < 4; k++) products[k] += part * key[k][i];
+            }
+            vec four = sums_of_four(products);
+            memcpy(scores + q * padded + j, &four, 4 * sizeof(float));
+        }
+    }
+    for (int64_t q = 0; q < count; q++) {
+        int64_t position = a->position[first_token + (begin + q) / GROUP];
+        int64_t first = a->window && position >= a->window ? position - a->window + 1 : 0;
+        total[q] = softmax(scores + q * padded, padded, first - start, position - start);
+    }
+    for (int64_t q = 0; q < count; q += HELD) {
+        vec sums[HELD][HEAD_VECTORS];
+        memset(sums, 0, sizeof sums);
+        const float *weight[HELD];
+        for (int k = 0; k < HELD; k++) weight[k] = scores + (q + k < count ? q + k : count - 1) * padded;
+        for (int64_t j = 0; j < length; j++)
+            for (int i = 0; i < HEAD_VECTORS; i++) {
+                vec value = load(values + j * HEAD_DIM + i * LANES);
+                for (int k = 0; k < HELD; k++) sums[k][i] += weight[k][j] * value;
+            }
+        for (int k = 0; k < HELD && q + k < count; k++) {
+            int64_t n = begin + q + k;
+            state *out = a->out + ((first_token + n / GROUP) * heads + n % GROUP * a->kv_heads + head) * HEAD_DIM;
+            for (int i = 0; i < HEAD_VECTORS; i++) store(out + i * LANES, sums[k][i] * (1.0f / total[q + k]));
+        }
+    }
+}
+
+/* Self-attention over a ragged batch of a few tokens per row. Returns 0, or 1 if memory for the scores is lacking. */
+int attention(const struct attention *a) {
+    int64_t units = 0, longest = 0, work = 0;
+    struct unit { int64_t first_token, begin, end; } *list = malloc(a->tokens * GROUP * sizeof *list);
+    if (!list) return 1;
+    for (int64_t t = 0, n; t < a->tokens; t += n) {
+        for (n = 1; t + n < a->tokens && a->row[t + n] == a->row[t]; n++);
+        for (int64_t begin = 0; begin < n * GROUP; begin += QUERY_BLOCK) {
+            int64_t end = begin + QUERY_BLOCK < n * GROUP ? begin + QUERY_BLOCK : n * GROUP;
+            list[units++] = (struct unit){t, begin, end};
+        }
+        int64_t length = a->position[t + n - 1] + 1;
+        longest = length > longest ? length : longest;
+        work += length * n;
+    }
+    int failed = 0;
+#pragma omp parallel if (work * a->kv_heads > 256)
+    {
+#pragma omp for
+        for (int64_t t = 0; t < a->tokens; t++) enter(a, t);
+        float *scores = malloc(QUERY_BLOCK * (longest + LANES) * sizeof *scores);
+        if (!scores) failed = 1;
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < units * a->kv_heads; i++) {
+            struct unit u = list[i / a->kv_heads];
+            if (scores) attend(a, u.first_token, i % a->kv_heads, u.begin, u.end, scores);
+        }
+        free(scores);
+    }
+    free(list);
+    return failed;
+}

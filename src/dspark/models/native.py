@@ -1,0 +1,223 @@
+"""The lean decoder's small operations as compiled C: between two products of a layer lies one call.
+
+On a CPU, streaming the weights empties the caches, and each of PyTorch's small operations then starts cold: in a decode
+step of a small model they take half as long again as the products. ``native.c`` fuses them; a C compiler builds it in
+about a second for the model at hand, once, into the cache folder. Where there is no compiler, or the model has a part
+that the C code leaves out, the plain operations serve (:mod:`dspark.models.plain`), which are also its reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dspark.artifacts import dspark_home
+from dspark.errors import ConfigError
+from dspark.models.decoder_config import DecoderConfig
+from dspark.models.lean_memory import LeanMemory
+from dspark.models.lean_weights import Layer
+from dspark.models.norm import RMSNorm
+from dspark.models.plain import AngleTables
+
+SOURCE = Path(__file__).with_name("native.c")
+LANES = 16  # floats that the C code handles at once
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # never -ffast-math:
+# linking with it would switch denormal numbers off in the whole process
+
+_log = logging.getLogger(__name__)
+_pointer, _int64, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Attention(ctypes.Structure):
+    """``struct attention`` of native.c, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("qkv", "out", "keys", "values", "row", "position", "cos", "sin", "norm")),
+        ("queries", _pointer),
+        *((name, _int64) for name in ("tokens", "kv_heads", "max_len", "window")),
+        ("eps", _float),
+        ("scale", _float),
+    )
+
+
+class NativeOps:
+    """The operations of :class:`dspark.models.plain.PlainOps`, and attention over a few tokens per row."""
+
+    def __init__(self, config: DecoderConfig, library: ctypes.CDLL) -> None:
+        self.config = config
+        self._rms_norm, self._gated, self._attention = library.rms_norm, library.gated, library.attention
+        self._rms_norm.argtypes = [_pointer] * 5 + [_float, _int64, _int64]
+        self._gated.argtypes = [_pointer, _pointer, _int64, _int64]
+        self._rms_norm.restype = self._gated.restype = None
+        self._attention.argtypes = [ctypes.POINTER(_Attention)]
+
+    def norm(self, x: Float[Tensor, "tokens hidden"], norm: RMSNorm) -> Float[Tensor, "tokens hidden"]:
+        """RMSNorm of ``x``."""
+        y = torch.empty_like(x)
+        self._rms_norm(x.data_ptr(), None, None, y.data_ptr(), norm.exact.data_ptr(), norm.eps, *x.shape)
+        return y
+
+    def add_norm(
+        self, x: Float[Tensor, "tokens hidden"], added: Float[Tensor, "tokens hidden"], norm: RMSNorm
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens hidden"]]:
+        """x + added, and the RMSNorm of that."""
+        total, y = torch.empty_like(x), torch.empty_like(x)
+        pointers = (x.data_ptr(), added.data_ptr(), total.data_ptr(), y.data_ptr(), norm.exact.data_ptr())
+        self._rms_norm(*pointers, norm.eps, *x.shape)
+        return total, y
+
+    def gate(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens width"]:
+        """activation(gate) * up."""
+        rows, both = gate_up.shape
+        y = torch.empty(rows, both // 2, dtype=gate_up.dtype)
+        self._gated(gate_up.data_ptr(), y.data_ptr(), rows, both // 2)
+        return y
+
+    def attention(
+        self,
+        memory: LeanMemory,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        layers: Sequence[Layer],
+        tables: AngleTables,
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Self-attention for one pass: a function from layer index and [tokens, q, k and v] to [tokens, heads].
+
+        Each token sees the memory's keys of its row up to its own position, so a ragged batch needs neither padding nor
+        masks. ``tables`` gives cosines and sines [positions, head_dim / 2] in fp32.
+        """
+        config = self.config
+        row_ids = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+        positions = [memory.lengths[r] + i for r, count in zip(rows, counts, strict=True) for i in range(count)]
+        where = torch.tensor([row_ids, positions])
+        width = config.num_heads * config.head_dim
+        scratch = torch.empty(len(row_ids), width)
+        size = memory.both.element_size()
+        base, layer_bytes, half_bytes = memory.both.data_ptr(), memory.both[0].nbytes, memory.both[0, 0].numel() * size
+        angles = {False: tables(config.rope), True: tables(config.local_rope)}
+        a = _Attention(tokens=len(row_ids), kv_heads=config.num_kv_heads, max_len=memory.max_len)
+        a.row, a.position, a.queries = where[0].data_ptr(), where[1].data_ptr(), scratch.data_ptr()
+        a.eps, a.scale = config.rms_eps, config.attention_scale
+        kept = (where, scratch, angles)  # alive as long as the function that holds their addresses
+
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            layer, (_, scratch, angles) = layers[i], kept
+            cos, sin = angles[layer.slides]
+            out = torch.empty(scratch.shape, dtype=qkv.dtype)
+            a.qkv, a.out, a.cos, a.sin = qkv.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
+            a.keys = base + i * layer_bytes
+            a.values = a.keys + half_bytes
+            a.window = config.sliding_window if layer.slides else 0
+            a.norm = None if layer.qk_norm is None else layer.qk_norm.exact.data_ptr()
+            if self._attention(ctypes.byref(a)):
+                raise MemoryError("no memory for attention scores; shorten the context")
+            return out
+
+        return attend
+
+
+def native_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> NativeOps | None:
+    """Compiled operations for a model; None where it, the device or the machine does not allow them.
+
+    The environment variable ``DSPARK_NATIVE`` set to 0 switches them off; raises :class:`ConfigError` unless 0 or 1.
+    """
+    wanted = os.environ.get("DSPARK_NATIVE", "1")
+    if wanted not in ("0", "1"):
+        raise ConfigError(f"DSPARK_NATIVE is {wanted!r}; it must be 1 (compiled small operations) or 0 (none)")
+    covered = (
+        device.type == "cpu"
+        and dtype in (torch.bfloat16, torch.float32)
+        and config.attention_softcap is None
+        and config.activation in ACTIVATIONS
+        and config.head_dim % (2 * LANES) == 0
+        and config.hidden_size % LANES == config.intermediate_size % LANES == 0
+    )
+    if wanted == "0" or not covered:
+        return None
+    activation = ACTIVATIONS[config.activation]
+    library = _build(dtype == torch.bfloat16, config.head_dim, config.group, activation)
+    return None if library is None else NativeOps(config, library)
+
+
+@functools.cache
+def _build(bfloat16: bool, head_dim: int, group: int, activation: int) -> ctypes.CDLL | None:
+    """Compile native.c for one kind of model, or take it from the cache folder; None without a working compiler."""
+    compiler = _compiler()
+    if compiler is None:
+        _log.info("no C compiler found; the plain operations serve")
+        return None
+    defines = (
+        f"-DSTATE_BF16={int(bfloat16)}",
+        f"-DHEAD_DIM={head_dim}",
+        f"-DGROUP={group}",
+        f"-DACTIVATION={activation}",
+    )
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    parts = (SOURCE.read_text(), *FLAGS, *defines, *compiler, version, _cpu())
+    name = f"native-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
+    path = dspark_home() / "native" / name
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            folder = path.parent
+        except OSError:  # a home that cannot be written to: build for this process alone
+            folder = Path(tempfile.mkdtemp(prefix="dspark-native-"))
+            path = folder / name
+        if not _compile(compiler, defines, path):
+            return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        _log.info("the compiled operations do not load (%s); the plain ones serve", error)
+        return None
+
+
+def _compile(compiler: list[str], defines: Sequence[str], path: Path) -> bool:
+    """Build into ``path`` in one step. Without OpenMP, which some compilers lack, the code runs on one thread."""
+    for extra in (["-fopenmp"], []):
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            built = Path(folder) / path.name
+            command = [*compiler, *FLAGS, *extra, *defines, str(SOURCE), "-o", str(built), "-lm"]
+            try:
+                result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                _log.info("%s failed (%s); the plain operations serve", shlex.join(command), error)
+                return False
+            if result.returncode == 0:
+                os.replace(built, path)
+                return True
+    _log.info("%s failed; the plain operations serve\n%s", shlex.join(command), result.stderr)
+    return False
+
+
+def _compiler() -> list[str] | None:
+    """The C compiler: ``$CC`` if set, else what the system calls cc, gcc or clang."""
+    if os.environ.get("CC", "").strip():
+        command = shlex.split(os.environ["CC"])
+        return command if shutil.which(command[0]) else None
+    return next(([path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+
+
+def _cpu() -> str:
+    """What ``-march=native`` depends on: a cache folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.platform() + platform.processor()
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return "|".join(sorted({line for line in lines if line.startswith(kinds)}))
