@@ -177,6 +177,28 @@ def test_models_that_the_code_leaves_out_get_none() -> None:
     assert native_ops(config, torch.float32, torch.device("meta")) is None
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells loaded libraries from /proc")
+def test_no_second_pool_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where PyTorch's OpenMP has another name, the code is built without; where it has not, both use one library."""
+
+    def loaded() -> set[str]:
+        return {line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line}
+
+    config, _ = config_of("llama")
+    before = loaded()
+    assert native_ops(config, torch.float32, CPU) is not None
+    assert loaded() == before
+    commands = []
+    monkeypatch.setenv("DSPARK_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_compile", lambda command, path: commands.append(command))
+    for shared in (True, False):
+        monkeypatch.setattr(native, "_shares_threads", lambda shared=shared: shared)
+        native._build.cache_clear()
+        assert native_ops(config, torch.float32, CPU) is None
+    assert ["-fopenmp" in command for command in commands] == [True, False]
+    native._build.cache_clear()
+
+
 def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = config_of("llama")
     monkeypatch.setenv("DSPARK_NATIVE", "0")

@@ -2,7 +2,7 @@
  *
  * Compiled at first use for one model (native.py): STATE_BF16 (states are bfloat16, else float), HEAD_DIM, GROUP,
  * ACTIVATION. All arithmetic is fp32; states are rounded once, when they are stored. The reference of every function is
- * the PyTorch code in lean.py, and a test holds the two together.
+ * the PyTorch code in plain.py, and a test holds the two together.
  */
 #include <math.h>
 #include <stdint.h>
@@ -53,7 +53,7 @@ static inline vec sums_of_four(const vec x[4]) {
     return FOLD(all_four, 8);
 }
 
-/* exp to a few units in the last place: 2^n times a polynomial on [-0.5, 0.5]. From 1e-38, for anything lower, to inf. */
+/* exp to a few units in the last place: 2^n times a polynomial on [-0.5, 0.5]. Never below 1e-38; inf above 3e38. */
 static inline vec exponential(vec x) {
     vec t = x * 1.44269504f;
     t = pick(t < -126.0f, all(-126.0f), t);
@@ -86,7 +86,8 @@ void rms_norm(const state *x, const state *added, state *sums, state *y, const f
         }
         if (added) in = sums + r * width;
         float scale = 1.0f / sqrtf(sum(squares) / (float)width + eps);
-        for (int64_t i = 0; i < width; i += LANES) store(y + r * width + i, load(in + i) * scale * *(const vec *)(weight + i));
+        for (int64_t i = 0; i < width; i += LANES)
+            store(y + r * width + i, load(in + i) * scale * *(const vec *)(weight + i));
     }
 }
 
@@ -121,7 +122,8 @@ struct attention {
 };
 
 /* One head's state, normed if the family does so, rotated and scaled, in fp32. */
-static void turn(const struct attention *a, const state *in, const float *norm, int64_t position, float scale, float *out) {
+static void turn(const struct attention *a, const state *in, const float *norm, int64_t position, float scale,
+                 float *out) {
     vec x[HEAD_VECTORS], squares = {0};
     for (int i = 0; i < HEAD_VECTORS; i++) {
         x[i] = load(in + i * LANES);
@@ -155,7 +157,7 @@ static void enter(const struct attention *a, int64_t t) {
     }
 }
 
-/* Weights of one query: softmax of its scores over the keys it may see, unnormalised and 0 elsewhere. Returns their sum. */
+/* Weights of one query: softmax of its scores over the keys it may see, unnormalised, 0 elsewhere. Returns the sum. */
 static float softmax(float *scores, int64_t length, int64_t first, int64_t last) {
     for (int64_t j = 0; j < first; j++) scores[j] = -INFINITY;
     for (int64_t j = last + 1; j < length; j++) scores[j] = -INFINITY; /* length is a multiple of LANES */
@@ -175,8 +177,9 @@ static float softmax(float *scores, int64_t length, int64_t first, int64_t last)
     return sum(total);
 }
 
-/* Attention of up to QUERY_BLOCK queries of one key-value head; queries are numbered (token, group) within a row's tokens. */
-static void attend(const struct attention *a, int64_t first_token, int64_t head, int64_t begin, int64_t end, float *scores) {
+/* Attention of up to QUERY_BLOCK queries of one key-value head, numbered (token, group) within a row's tokens. */
+static void attend(const struct attention *a, int64_t first_token, int64_t head, int64_t begin, int64_t end,
+                   float *scores) {
     int64_t heads = GROUP * a->kv_heads, count = end - begin;
     int64_t low = a->position[first_token + begin / GROUP], high = a->position[first_token + (end - 1) / GROUP];
     int64_t start = a->window && low >= a->window ? low - a->window + 1 : 0;

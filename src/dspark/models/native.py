@@ -168,7 +168,8 @@ def _build(bfloat16: bool, head_dim: int, group: int, activation: int) -> ctypes
         f"-DACTIVATION={activation}",
     )
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    parts = (SOURCE.read_text(), *FLAGS, *defines, *compiler, version, _cpu())
+    threads = ("-fopenmp",) if _shares_threads() else ()
+    parts = (SOURCE.read_text(), *FLAGS, *threads, *defines, *compiler, version, _cpu())
     name = f"native-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
     path = dspark_home() / "native" / name
     if not path.is_file():
@@ -178,7 +179,7 @@ def _build(bfloat16: bool, head_dim: int, group: int, activation: int) -> ctypes
         except OSError:  # a home that cannot be written to: build for this process alone
             folder = Path(tempfile.mkdtemp(prefix="dspark-native-"))
             path = folder / name
-        if not _compile(compiler, defines, path):
+        if not _compile([*compiler, *FLAGS, *threads, *defines, str(SOURCE), "-lm"], path):
             return None
     try:
         return ctypes.CDLL(str(path))
@@ -187,22 +188,32 @@ def _build(bfloat16: bool, head_dim: int, group: int, activation: int) -> ctypes
         return None
 
 
-def _compile(compiler: list[str], defines: Sequence[str], path: Path) -> bool:
-    """Build into ``path`` in one step. Without OpenMP, which some compilers lack, the code runs on one thread."""
-    for extra in (["-fopenmp"], []):
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = Path(folder) / path.name
-            command = [*compiler, *FLAGS, *extra, *defines, str(SOURCE), "-o", str(built), "-lm"]
-            try:
-                result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                _log.info("%s failed (%s); the plain operations serve", shlex.join(command), error)
-                return False
-            if result.returncode == 0:
-                os.replace(built, path)
-                return True
-    _log.info("%s failed; the plain operations serve\n%s", shlex.join(command), result.stderr)
-    return False
+def _compile(command: list[str], path: Path) -> bool:
+    """Build into ``path`` in one step; False if that fails."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        try:
+            result = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, timeout=120)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            _log.info("%s failed (%s); the plain operations serve", shlex.join(command), error)
+            return False
+        if result.returncode != 0:
+            _log.info("%s failed; the plain operations serve\n%s", shlex.join(command), result.stderr)
+            return False
+        os.replace(built, path)
+        return True
+
+
+def _shares_threads() -> bool:
+    """Whether compiled code would run on PyTorch's own OpenMP threads.
+
+    It does if PyTorch has loaded the library under the name that a compiler links to. Under another name there would be
+    a second pool of threads, and the two would wait for each other's cores; then one thread is faster.
+    """
+    try:
+        return any(line.rstrip().endswith("/libgomp.so.1") for line in open("/proc/self/maps"))
+    except OSError:
+        return False
 
 
 def _compiler() -> list[str] | None:
