@@ -3,9 +3,9 @@
     python recipes/ablate_training.py --answers FILE --prompts FILE [--seconds 150] [--only NAME,NAME] > table.jsonl
 
 All variants share the target, the samples and their features, and get the same seconds of training steps, counted as
-processor time over threads, so that a neighbour on the machine does not decide (target passes are not counted: they cost the
-same for all). Every line of the output is a variant with its steps, blocks and held-out analytic
-acceptance length per domain.
+processor time over threads, so that a neighbour on the machine does not decide (target passes are not counted: they
+cost the same for all). Every line of the output is a variant with its steps, blocks and held-out analytic acceptance
+length per domain.
 """
 
 from __future__ import annotations
@@ -74,9 +74,16 @@ def one(run, seconds: float) -> dict:  # type: ignore[no-untyped-def]
         parts = step_parts(chosen, run.features, config, step)
         rate = learning_rate(step, config.steps, config.learning_rate, schedule=config.schedule)
         numbers, _ = train_step(run.model, run.optimizer, run.shared, parts, config, step=step, rate=rate)
-        spent, blocks, step = spent + (time.process_time() - begin) / torch.get_num_threads(), blocks + numbers.blocks, step + 1
+        spent, blocks, step = (
+            spent + (time.process_time() - begin) / torch.get_num_threads(),
+            blocks + numbers.blocks,
+            step + 1,
+        )
         if step % 10 == 0:
-            print(json.dumps({"step": step, "acceptance_length": numbers.acceptance_length, "l1": numbers.l1}), file=sys.stderr)
+            print(
+                json.dumps({"step": step, "acceptance_length": numbers.acceptance_length, "l1": numbers.l1}),
+                file=sys.stderr,
+            )
         if step == 3:
             config = replace(config, steps=max(6, int(seconds / (spent / 3))))
     held = held_out_numbers(run.model, run.shared, run.features, run.corpus.held_out, run.config)

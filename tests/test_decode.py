@@ -47,7 +47,11 @@ class FromTable:
         self, state: list[int], anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
     ) -> Proposal:
         prefix = [*state, anchor]
-        return replace(self.table, block=limit).propose(prefix, generator) if limit > 0 else Proposal(torch.empty(0).long())
+        return (
+            replace(self.table, block=limit).propose(prefix, generator)
+            if limit > 0
+            else Proposal(torch.empty(0).long())
+        )
 
 
 def dspark(target: TableTarget, *, block_size: int = 4, candidates: int = 2, limit: int = 256) -> DsparkDrafter:
@@ -159,7 +163,9 @@ def test_the_stream_begins_with_the_prefills_token_and_holds_every_token() -> No
 def test_a_seed_reproduces_and_another_does_not() -> None:
     target = TableTarget(vocab_size=6, order=2)
     runs = [
-        generate(target, dspark(target), [1], sampling=SamplingParams(temperature=1.0, seed=s), max_new_tokens=40).token_ids
+        generate(
+            target, dspark(target), [1], sampling=SamplingParams(temperature=1.0, seed=s), max_new_tokens=40
+        ).token_ids
         for s in (7, 7, 8)
     ]
     assert runs[0] == runs[1] != runs[2]
@@ -167,7 +173,13 @@ def test_a_seed_reproduces_and_another_does_not() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "count", "message"),
-    [([], 5, "empty"), ([1], 0, "max_new_tokens is 0"), ([1] * 64, 5, "64 tokens"), ([1, 4], 5, r"outside 0\.\.3"), ([-1], 5, "outside")],
+    [
+        ([], 5, "empty"),
+        ([1], 0, "max_new_tokens is 0"),
+        ([1] * 64, 5, "64 tokens"),
+        ([1, 4], 5, r"outside 0\.\.3"),
+        ([-1], 5, "outside"),
+    ],
 )
 def test_impossible_requests_are_refused(prompt: list[int], count: int, message: str) -> None:
     with pytest.raises(RequestError, match=message):
@@ -177,7 +189,12 @@ def test_impossible_requests_are_refused(prompt: list[int], count: int, message:
 def test_a_scheduler_without_its_confidences_is_refused_before_any_work() -> None:
     with pytest.raises(ScheduleError, match="ngram gives none"):
         generate(
-            TableTarget(), NgramDrafter(), [1], sampling=GREEDY, max_new_tokens=5, scheduler=ThresholdScheduler(threshold=0.5)
+            TableTarget(),
+            NgramDrafter(),
+            [1],
+            sampling=GREEDY,
+            max_new_tokens=5,
+            scheduler=ThresholdScheduler(threshold=0.5),
         )
 
 

@@ -11,10 +11,11 @@ Shape words (jaxtyping dimension names)
     hidden     width d of the target's residual stream; ``features`` is (number of taps) x hidden
 
 Names
-    target     the large frozen model that decides; ``drafter`` the small one that proposes
-    anchor     last committed token, x_0 of a block; the same token is the round before's bonus token
-    confidence c_k: chance that draft k survives given that its prefix did; ``survival`` a_k: their cumulative product
-    verify_len number of drafts the scheduler lets through; ``acceptance_length`` tokens committed per round, bonus included
+    target      the large frozen model that decides; ``drafter`` the small one that proposes
+    anchor      last committed token, x_0 of a block; the same token is the round before's bonus token
+    confidence  c_k: chance that draft k survives given that its prefix did; ``survival`` a_k: their cumulative product
+    verify_len  number of drafts the scheduler lets through
+    acceptance_length  tokens committed per round, bonus included
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from dspark.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are drawn from the target's logits. ``temperature`` 0 is greedy; the filters then do nothing."""
+    """How a request's tokens are drawn from the target's logits. ``temperature`` 0 is greedy; the filters then do
+    nothing."""
 
     temperature: float = 0.0  # >= 0; 0 takes the argmax
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
@@ -57,8 +59,8 @@ class SamplingParams:
 class DraftDistribution:
     """The exact fp32 distribution that each draft token was drawn from, dense or on a support of candidates.
 
-    ``probs`` [block, support] sums to 1 along the support. ``token_ids`` [block, support] names the support's tokens (each
-    at most once in a row); None means that the support is the target's vocabulary in order.
+    ``probs`` [block, support] sums to 1 along the support. ``token_ids`` [block, support] names the support's tokens
+    (each at most once in a row); None means that the support is the target's vocabulary in order.
     """
 
     probs: Float[Tensor, "block support"]

@@ -1,8 +1,8 @@
 """The whole method at batch size 1: draft, schedule, verify, commit. The reference that every faster loop must equal.
 
-Readable beside seed section 11. The loop knows no particular drafter, and exactness never depends on one: the target's
-distribution is shaped before verification, drafts are judged against the very distribution they were drawn from, and the
-three kinds of random draws have a stream each.
+Readable beside seed section 11. The loop knows no particular drafter, and exactness never depends on one: the
+target's distribution is shaped before verification, drafts are judged against the very distribution they were drawn
+from, and the three kinds of random draws have a stream each.
 
 State between rounds, with n committed tokens (prompt included), the last of which is the anchor:
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from dspark.maths.rejection import Verdict, verify, verify_greedy
 from dspark.maths.sampling import RequestStreams, draw, target_probs
 from dspark.maths.scheduling import FixedScheduler, Scheduler
 from dspark.models.drafter import Drafter
-from dspark.models.target import Target
+from dspark.models.target import KVMemory, Target
 
 
 def generate(
@@ -68,13 +69,14 @@ def stream(
     stop_token_ids: Collection[int] = (),
     scheduler: Scheduler | None = None,
 ) -> Generator[RoundRecord, None, Completion]:
-    """Yield the prefill's record (its ``committed`` is the first token), then one record a round; return the completion.
+    """Yield the prefill's record (its ``committed`` is the first token), then one record a round; return the
+    completion.
 
-    Greedy output equals plain greedy decoding; sampled output has exactly the target's distribution, for every drafter and
-    every scheduler whose choice depends on the past alone. Output ends at the first stop token (kept), at ``max_new_tokens``
-    exactly, or when prompt and output fill the target's context. Raises :class:`RequestError` for a prompt that is empty,
-    over-long or holds an id outside the vocabulary, and :class:`ScheduleError` for a scheduler that needs confidences the
-    drafter does not give.
+    Greedy output equals plain greedy decoding; sampled output has exactly the target's distribution, for every
+    drafter and every scheduler whose choice depends on the past alone. Output ends at the first stop token (kept), at
+    ``max_new_tokens`` exactly, or when prompt and output fill the target's context. Raises :class:`RequestError` for
+    a prompt that is empty, over-long or holds an id outside the vocabulary, and :class:`ScheduleError` for a
+    scheduler that needs confidences the drafter does not give.
     """
     scheduler = scheduler or FixedScheduler()
     check_request(target, drafter, prompt_ids, max_new_tokens=max_new_tokens, scheduler=scheduler)
@@ -132,12 +134,14 @@ def check_request(
         raise RequestError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
     if len(prompt_ids) >= info.max_len:
         raise RequestError(
-            f"the prompt has {len(prompt_ids)} tokens; {info.name} takes {info.max_len} with its answer, shorten the prompt"
+            f"the prompt has {len(prompt_ids)} tokens; {info.name} takes {info.max_len}, answer included; shorten it"
         )
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < info.vocab_size:
         raise RequestError(f"the prompt holds a token id outside 0..{info.vocab_size - 1}; use this model's tokenizer")
     if scheduler.needs_confidence and drafter.block_size and not drafter.has_confidence:
-        raise ScheduleError(f"{type(scheduler).__name__} needs confidences and {drafter.name} gives none; use a fixed length")
+        raise ScheduleError(
+            f"{type(scheduler).__name__} needs confidences and {drafter.name} gives none; use a fixed length"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +153,8 @@ class _Request:
     sampling: SamplingParams
     streams: RequestStreams
     stops: frozenset[int]
-    memory: object  # the target's KVMemory, row 0
-    context: object  # the drafter's
+    memory: KVMemory  # of the target, row 0
+    context: Any  # the drafter's own type
     room: int  # tokens that prompt and output may have together
 
 

@@ -1,4 +1,5 @@
-"""The error tree. Everything a user can cause derives from :class:`DsparkError`; the command line turns it into one line.
+"""The error tree. Everything a user can cause derives from :class:`DsparkError`; the command line turns it into one
+line.
 
     DsparkError
     |- ConfigError       a field of a config, an option or an environment variable has a value we cannot use

@@ -87,7 +87,9 @@ def brute_force(model: DraftModel, features: Tensor, anchor: int, embeds: Tensor
             mixed = residual + attn.o_proj.weight @ torch.cat(outputs)
             inner = rms(mixed, layer.post_attention_layernorm.weight, c.rms_norm_eps)
             gate = layer.mlp.gate_proj.weight @ inner
-            new.append(mixed + layer.mlp.down_proj.weight @ (gate * gate.sigmoid() * (layer.mlp.up_proj.weight @ inner)))
+            new.append(
+                mixed + layer.mlp.down_proj.weight @ (gate * gate.sigmoid() * (layer.mlp.up_proj.weight @ inner))
+            )
         x = new
     return torch.stack([rms(t, model.norm.weight, c.rms_norm_eps) for t in x])
 

@@ -55,7 +55,9 @@ def fed(drafter: DsparkDrafter, features: Tensor, pieces: list[int]) -> object:
     return state
 
 
-def propose(drafter: DsparkDrafter, state: object, sampling: SamplingParams, *, seed: int = 0, limit: int = 99) -> Proposal:
+def propose(
+    drafter: DsparkDrafter, state: object, sampling: SamplingParams, *, seed: int = 0, limit: int = 99
+) -> Proposal:
     random = torch.Generator().manual_seed(seed)
     return drafter.propose(state, 7, sampling=sampling, generator=random, limit=limit)
 

@@ -14,7 +14,9 @@ def proposed(drafter: NgramDrafter, tokens: list[int], limit: int = 99) -> list[
     state = drafter.open(max_len=100)
     drafter.extend(state, torch.tensor(tokens[:-1], dtype=torch.long), None)
     random = torch.Generator()
-    return drafter.propose(state, tokens[-1], sampling=SamplingParams(), generator=random, limit=limit).draft_tokens.tolist()
+    return drafter.propose(
+        state, tokens[-1], sampling=SamplingParams(), generator=random, limit=limit
+    ).draft_tokens.tolist()
 
 
 def test_it_proposes_what_followed_the_latest_occurrence() -> None:

@@ -1,8 +1,9 @@
-"""Features online: the target runs beside the trainer, and what it said about a sample stays in memory while there is room.
+"""Features online: the target runs beside the trainer, and what it said about a sample stays in memory while there is
+room.
 
-For every sample the trainer needs two things of the frozen target: the tapped states of all positions (the drafter's context)
-and the next-token distribution at every position that a slot can be trained on. The second is kept as its ``top`` largest
-probabilities within the draft vocabulary, computed once per position instead of once per slot.
+For every sample the trainer needs two things of the frozen target: the tapped states of all positions (the drafter's
+context) and the next-token distribution at every position that a slot can be trained on. The second is kept as its
+``top`` largest probabilities within the draft vocabulary, computed once per position instead of once per slot.
 
 Samples pass through the target one at a time, so that a sample's features never depend on its neighbours: a resumed run
 recomputes bit for bit what the killed one had in memory.
@@ -33,7 +34,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleFeatures:
-    """What the target says about one sample. Row i of ``top_*`` belongs to position ``start`` + i and predicts the next token."""
+    """What the target says about one sample. Row i of ``top_*`` belongs to position ``start`` + i and predicts the
+    next token."""
 
     features: Float[Tensor, "tokens features"]
     start: int

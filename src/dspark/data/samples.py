@@ -1,7 +1,7 @@
 """Prompts and answers on disk become training samples; vocabulary and held-out set are chosen from them.
 
-Prompts: JSONL rows {id, turns, domain?, source?}. Answers: rows {id, sample, answer_ids, finish_reason, ...} as `dspark answers`
-writes them; ``answer_ids`` end with the stop token unless the answer was cut by its length.
+Prompts: JSONL rows {id, turns, domain?, source?}. Answers: rows {id, sample, answer_ids, finish_reason, ...} as
+`dspark answers` writes them; ``answer_ids`` end with the stop token unless the answer was cut by its length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dspark.errors import DataError
 
 
 def read_prompts(paths: Iterable[str | Path]) -> dict[str, dict]:
-    """Prompt rows by id. Raises :class:`DataError` on a row without id or turns, and on an id given twice with other turns."""
+    """Prompt rows by id. Raises :class:`DataError` on a row without id or turns, and on an id given twice with other
+    turns."""
     prompts: dict[str, dict] = {}
     for path in paths:
         for number, row in enumerate(read_jsonl(Path(path)), 1):
@@ -37,7 +38,8 @@ def read_prompts(paths: Iterable[str | Path]) -> dict[str, dict]:
 def read_samples(
     answers: Iterable[str | Path], prompts: dict[str, dict], chat: ChatFormat, *, max_tokens: int
 ) -> list[Sample]:
-    """All answers as samples, prompt and answer cut together at ``max_tokens`` on the right; an answer cut away is left out.
+    """All answers as samples, prompt and answer cut together at ``max_tokens`` on the right; an answer cut away is
+    left out.
 
     Raises :class:`DataError` when an answer names an unknown prompt: prompts and answers then do not belong together.
     """
@@ -65,9 +67,11 @@ def prompt_id(sample: Sample) -> str:
 
 
 def split_held_out(samples: Sequence[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held out): ``count`` samples of distinct prompts, evenly over the domains, chosen by a hash of the prompt id.
+    """(training, held out): ``count`` samples of distinct prompts, evenly over the domains, chosen by a hash of the
+    prompt id.
 
-    No prompt is on both sides, whatever its number of samples, and the choice does not depend on the order of the files.
+    No prompt is on both sides, whatever its number of samples, and the choice does not depend on the order of the
+    files.
     """
     by_domain: dict[str, dict[str, Sample]] = {}
     for sample in samples:
@@ -93,7 +97,8 @@ def token_counts(samples: Sequence[Sample], vocab_size: int) -> Int[Tensor, "voc
 def choose_draft_vocab(
     counts: Int[Tensor, "vocab"], size: int, always: Iterable[int] = ()
 ) -> Int[Tensor, "draft_vocab"]:
-    """Target ids of the ``size`` most frequent tokens, ascending; ``always`` (stop tokens) are in it. Ties favour small ids."""
+    """Target ids of the ``size`` most frequent tokens, ascending; ``always`` (stop tokens) are in it. Ties favour
+    small ids."""
     keys = counts.clone()
     keys[torch.tensor(sorted(set(always)), dtype=torch.long)] = counts.max() + 1
     order = torch.sort(keys, descending=True, stable=True).indices

@@ -1,7 +1,7 @@
 """The training losses (paper equation 12; reference semantics 2.5), in a plain form and a fast form tied by a test.
 
-Per slot, with z the draft logits (base + bias), p = softmax(z), t the target's distribution at temperature 1, y the answer's
-token:
+Per slot, with z the draft logits (base + bias), p = softmax(z), t the target's distribution at temperature 1, y the
+answer's token:
 
     ce    = -log p(y)                     hard cross-entropy against the answer token
     soft  = -sum_v t(v) log p(v)          soft cross-entropy against the target (zero weight in the paper's recipe)
@@ -11,9 +11,10 @@ token:
 Slot k weighs exp(-k / loss_decay), k 0-based, inside the contiguous supervised prefix of its block. The total is
 sum(weight * loss) / sum(weight) with one denominator for the whole step.
 
-The fast form differs from the plain one in what it keeps: the target's ``top`` largest probabilities instead of all of
-them (the rest of the target's mass counts as unmatched, so c* is a lower bound, exact when all are kept), and the drafter's
-own vocabulary. It computes gradients in closed form chunk by chunk: nothing of size slots x vocabulary outlives a chunk.
+The fast form differs from the plain one in what it keeps: the target's ``top`` largest probabilities instead of all
+of them (the rest of the target's mass counts as unmatched, so c* is a lower bound, exact when all are kept), and the
+drafter's own vocabulary. It computes gradients in closed form chunk by chunk: nothing of size slots x vocabulary
+outlives a chunk.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def slot_losses(
 ) -> SlotLosses:
     """The plain form: dense, differentiable, any float dtype.
 
-    ``target_probs`` are the target's probabilities of the draft vocabulary's tokens; what a row lacks to 1 lies outside it and
-    counts as unmatched. ``labels`` are draft ids, -1 where the answer's token is outside the draft vocabulary (ce is 0 there).
+    ``target_probs`` are the target's probabilities of the draft vocabulary's tokens; what a row lacks to 1 lies
+    outside it and counts as unmatched. ``labels`` are draft ids, -1 where the answer's token is outside the draft
+    vocabulary (ce is 0 there).
     """
     log_probs = torch.log_softmax(draft_logits, -1)
     known = labels >= 0
@@ -79,14 +81,16 @@ def slot_losses(
 
 @dataclass(frozen=True)
 class SparseTarget:
-    """The target's largest probabilities per row: ``ids`` in the draft vocabulary, probability 0 where an entry is void."""
+    """The target's largest probabilities per row: ``ids`` in the draft vocabulary, probability 0 where an entry is
+    void."""
 
     ids: Int[Tensor, "rows top"]
     probs: Float[Tensor, "rows top"]
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Losses of [hidden ; embedding] against a frozen head and a trained W2; gradients are computed in the forward pass."""
+    """Losses of [hidden ; embedding] against a frozen head and a trained W2; gradients are computed in the forward
+    pass."""
 
     @staticmethod
     def forward(ctx, hidden, prev, w2, head, target, labels, weights, alphas, soft_cap, chunk):  # type: ignore[no-untyped-def]
@@ -111,7 +115,7 @@ class _ChunkedLoss(torch.autograd.Function):
             )
             base_grad = grad if slope is None else grad * slope
             d_hidden[part] = base_grad @ head
-            if prev is not None:
+            if prev is not None and d_prev is not None:
                 d_prev[part] = grad @ matrix[:, head.shape[1] :]
                 d_w2 += grad.T @ prev[part]
         ctx.grads = (d_hidden, d_prev, d_w2)
@@ -139,9 +143,9 @@ def _chunk_gradient(
 ) -> Tensor:
     """Fill ``stats`` and return d(total)/d(logits) of one chunk in the logits' dtype.
 
-    With s(v) = -2 where p(v) < t(v) and 0 elsewhere, d l1 / d z(u) = p(u) (s(u) - sum_v p(v) s(v)); with T = sum_v t(v) inside
-    the draft vocabulary, d soft / d z(u) = T p(u) - t(u). So the dense part of the gradient is a multiple of p, and everything
-    else lives on the few kept entries.
+    With s(v) = -2 where p(v) < t(v) and 0 elsewhere, d l1 / d z(u) = p(u) (s(u) - sum_v p(v) s(v)); with T = sum_v
+    t(v) inside the draft vocabulary, d soft / d z(u) = T p(u) - t(u). So the dense part of the gradient is a multiple
+    of p, and everything else lives on the few kept entries.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     probs = torch.softmax(logits, -1, dtype=wide)
@@ -177,11 +181,12 @@ def chunked_losses(
     soft_cap: float = 0.0,
     chunk: int = 256,
 ) -> tuple[Float[Tensor, ""], SlotLosses]:
-    """The fast form. Returns sum(weights * loss), differentiable in ``hidden``, ``prev`` and ``w2``, and the per-slot values.
+    """The fast form. Returns sum(weights * loss), differentiable in ``hidden``, ``prev`` and ``w2``, and the per-slot
+    values.
 
-    ``prev`` is W1[previous token], ``w2`` the Markov head's output matrix (fp32 master; cast to the compute dtype here), ``head``
-    the frozen head's rows of the draft vocabulary in the compute dtype. ``weights`` already carry the step's denominator.
-    At most ``chunk`` x draft_vocab logits exist at a time.
+    ``prev`` is W1[previous token], ``w2`` the Markov head's output matrix (fp32 master; cast to the compute dtype
+    here), ``head`` the frozen head's rows of the draft vocabulary in the compute dtype. ``weights`` already carry the
+    step's denominator. At most ``chunk`` x draft_vocab logits exist at a time.
     """
     total, ce, soft, l1 = _ChunkedLoss.apply(hidden, prev, w2, head, target, labels, weights, alphas, soft_cap, chunk)
     return total, SlotLosses(ce, soft, l1)
@@ -190,5 +195,6 @@ def chunked_losses(
 def expected_acceptance_length(
     acceptance_rate: Float[Tensor, "blocks block"], supervised: Bool[Tensor, "blocks block"]
 ) -> Float[Tensor, "blocks"]:
-    """1 + sum_k prod_{j<=k} c*_j over the supervised prefix: the analytic acceptance length of each block (bonus included)."""
+    """1 + sum_k prod_{j<=k} c*_j over the supervised prefix: the analytic acceptance length of each block (bonus
+    included)."""
     return 1 + (acceptance_rate * supervised).cumprod(1).sum(1)

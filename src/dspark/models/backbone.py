@@ -1,8 +1,9 @@
 """The drafter's parallel backbone: a few Qwen3-shaped layers that predict a whole block in one pass.
 
-The target's tapped states are projected once, C = RMSNorm(fc . F), and injected into the keys and values of every layer
-(seed section 5.1). A block is the anchor's embedding followed by masks; slot k predicts the token at anchor + k + 1, so the
-anchor's slot predicts too. Every query sees the context strictly before its anchor and all slots of its own block.
+The target's tapped states are projected once, C = RMSNorm(fc . F), and injected into the keys and values of every
+layer (seed section 5.1). A block is the anchor's embedding followed by masks; slot k predicts the token at anchor + k
++ 1, so the anchor's slot predicts too. Every query sees the context strictly before its anchor and all slots of its
+own block.
 
 This module is the training form: it runs many blocks of several sequences at once and autograd works through it. The
 decoding form, one block after another over cached context keys and values, is in :mod:`dspark.models.drafter`.
@@ -24,7 +25,8 @@ from dspark.models.heads import ConfidenceHead, VanillaMarkovHead
 
 @dataclass(frozen=True)
 class BlockBatch:
-    """Blocks of one or several sequences, flat; sequence s owns ``context_counts[s]`` rows and ``block_counts[s]`` blocks.
+    """Blocks of one or several sequences, flat; sequence s owns ``context_counts[s]`` rows and ``block_counts[s]``
+    blocks.
 
     ``anchors`` are positions within their own sequence. A context may be cut after its last anchor: later rows are seen
     by nobody.
@@ -52,14 +54,17 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(positions: Int[Tensor, "rows"], head_dim: int, theta: float) -> Float[Tensor, "two rows head_dim"]:
-    """Cosines and sines of the rotary embedding, halves repeated (transformers' ``rotate_half`` convention), float64."""
+    """Cosines and sines of the rotary embedding, halves repeated (transformers' ``rotate_half`` convention),
+    float64."""
     rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
     angles = positions.double()[:, None] * rates
     angles = torch.cat((angles, angles), -1)
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotate(x: Float[Tensor, "rows heads head_dim"], table: Float[Tensor, "two rows head_dim"]) -> Float[Tensor, "rows heads head_dim"]:
+def rotate(
+    x: Float[Tensor, "rows heads head_dim"], table: Float[Tensor, "two rows head_dim"]
+) -> Float[Tensor, "rows heads head_dim"]:
     """Apply the rotary embedding of each row's position."""
     cos, sin = table.to(x.dtype)[:, :, None]
     left, right = x.chunk(2, -1)
@@ -119,19 +124,21 @@ def block_attention(
     """
     slots, heads, dim = q.shape
     kv_heads, blocks = k.shape[1], anchors.shape[0]
-    size, groups = slots // blocks, heads // kv_heads
-    q = q.view(blocks, size, kv_heads, groups, dim).permute(2, 0, 3, 1, 4) * dim**-0.5  # kv_heads blocks groups size dim
+    size, groups, rows = slots // blocks, heads // kv_heads, k_ctx.shape[0]
+    q = (
+        q.view(blocks, size, kv_heads, groups, dim).permute(2, 0, 3, 1, 4) * dim**-0.5
+    )  # kv_heads blocks groups size dim
     own_k = k.view(blocks, size, kv_heads, dim).permute(2, 0, 3, 1)
     own_v = v.view(blocks, size, kv_heads, dim).permute(2, 0, 1, 3)
     q = q.reshape(kv_heads, blocks, groups * size, dim)
     own = q @ own_k  # kv_heads blocks groups*size size
-    seen = q.reshape(kv_heads, -1, dim) @ k_ctx.permute(1, 2, 0)  # kv_heads slots*groups context
-    seen = seen.view(kv_heads, blocks, groups * size, -1)
-    hidden = torch.arange(k_ctx.shape[0], device=q.device) >= anchors[:, None]
+    seen = q.reshape(kv_heads, slots * groups, dim) @ k_ctx.permute(1, 2, 0)
+    seen = seen.view(kv_heads, blocks, groups * size, rows)
+    hidden = torch.arange(rows, device=q.device) >= anchors[:, None]
     seen = seen.masked_fill(hidden[:, None], float("-inf"))
     probs = torch.softmax(torch.cat((seen, own), -1), -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    from_ctx = probs[..., : k_ctx.shape[0]].reshape(kv_heads, -1, k_ctx.shape[0]) @ v_ctx.transpose(0, 1)
-    out = from_ctx.view(kv_heads, blocks, groups * size, dim) + probs[..., k_ctx.shape[0] :] @ own_v
+    from_ctx = probs[..., :rows].reshape(kv_heads, slots * groups, rows) @ v_ctx.transpose(0, 1)
+    out = from_ctx.view(kv_heads, blocks, groups * size, dim) + probs[..., rows:] @ own_v
     out = out.view(kv_heads, blocks, groups, size, dim).permute(1, 3, 0, 2, 4)
     return out.reshape(slots, heads * dim)
 
@@ -180,6 +187,10 @@ class DraftModel(nn.Module):
         size = config.draft_vocab_size
         self.register_buffer("d2t", None if size is None else torch.zeros(size, dtype=torch.long))
 
+    def draft_layers(self) -> list[DraftLayer]:
+        """``layers`` under their own type."""
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
     def draft_token_ids(self) -> Int[Tensor, "draft_vocab"]:
         """Target id of every draft id, ascending."""
         ids = torch.arange(self.config.output_size)
@@ -198,8 +209,8 @@ class DraftModel(nn.Module):
     ) -> Float[Tensor, "blocks block hidden"]:
         """Hidden states h_k of every slot, after the last norm.
 
-        Embeddings are the frozen target's, already scaled where the family scales. ``block_size`` may be smaller than the
-        config's: the block then ends early, as a curriculum wants.
+        Embeddings are the frozen target's, already scaled where the family scales. ``block_size`` may be smaller than
+        the config's: the block then ends early, as a curriculum wants.
         """
         size = block_size or self.config.block_size
         masks = mask_embed.expand(anchor_embeds.shape[0], size - 1, -1)
@@ -209,12 +220,13 @@ class DraftModel(nn.Module):
         rows = torch.cat([torch.arange(n, device=device) for n in batch.context_counts])
         slot_table, context_table = rope_table(positions, dim, theta), rope_table(rows, dim, theta)
         context = self.context(batch.features)
-        for layer in self.layers:
+        for layer in self.draft_layers():
             x = x + layer.self_attn(layer.input_layernorm(x), context, batch, slot_table, context_table)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x).unflatten(0, (-1, size))
 
 
 def _linear(x: Float[Tensor, "rows inputs"], module: nn.Linear) -> Float[Tensor, "rows outputs"]:
-    """Product in the dtype of the activations; masters may be finer, their gradients then arrive in the masters' dtype."""
+    """Product in the dtype of the activations; masters may be finer, their gradients then arrive in the masters'
+    dtype."""
     return F.linear(x, module.weight.to(x.dtype))

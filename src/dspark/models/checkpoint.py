@@ -1,7 +1,8 @@
 """Drafter checkpoints on disk: ``config.json`` and ``model.safetensors`` in DeepSpec's layout, written atomically.
 
-Embedding and head are omitted (they are the target's); a file that stores them all the same is accepted if it names nothing
-else that we do not know. Key sets are compared both ways: a missing or unknown tensor is an error that names it.
+Embedding and head are omitted (they are the target's); a file that stores them all the same is accepted if it names
+nothing else that we do not know. Key sets are compared both ways: a missing or unknown tensor is an error that names
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ SHARED_WITH_TARGET = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
 
 def save_drafter(folder: Path, model: DraftModel, *, extra: dict[str, str] | None = None) -> None:
-    """Write ``folder`` (replaced as a whole) in bfloat16. ``extra`` maps further file names to texts, a model card for instance."""
+    """Write ``folder`` (replaced as a whole) in bfloat16. ``extra`` maps further file names to texts, a model card
+    for instance."""
     tensors = {
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous().cpu()
         for name, tensor in model.state_dict().items()
@@ -47,7 +49,8 @@ def read_draft_config(folder: Path) -> DraftConfig:
 
 
 def load_drafter_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> DraftModel:
-    """Build the module and fill it. Raises :class:`CheckpointError` naming every missing, unknown or misshapen tensor."""
+    """Build the module and fill it. Raises :class:`CheckpointError` naming every missing, unknown or misshapen
+    tensor."""
     config = read_draft_config(folder)
     path = folder / "model.safetensors"
     if not path.is_file():
@@ -76,5 +79,5 @@ def check_fits(config: DraftConfig, target: TargetInfo) -> None:
     ):
         if draft != own:
             raise CheckpointError(
-                f"the drafter's {field} is {draft}, the target {target.name} has {own}; it was trained for another target"
+                f"the drafter's {field} is {draft}, that of {target.name} is {own}; it was trained for another target"
             )

@@ -1,9 +1,10 @@
 """The drafter's configuration: one frozen dataclass, read from and written to DeepSpec's ``config.json``.
 
-The draft layers are Qwen3-shaped (pre-norm, SwiGLU, per-head norms on q and k) whatever the target is, with the target's
-width, head counts, rotary base and vocabulary, so that every engine that knows ``Qwen3DSparkModel`` can load them.
-Source: semantics section 1(a) of DeepSpec's layout. We add two fields that DeepSpec does not have, both optional:
-``draft_vocab_size`` with the buffer ``d2t`` (speculators' convention: target id = draft id + d2t[draft id]).
+The draft layers are Qwen3-shaped (pre-norm, SwiGLU, per-head norms on q and k) whatever the target is, with the
+target's width, head counts, rotary base and vocabulary, so that every engine that knows ``Qwen3DSparkModel`` can load
+them. Source: semantics section 1(a) of DeepSpec's layout. We add two fields that DeepSpec does not have, both
+optional: ``draft_vocab_size`` with the buffer ``d2t`` (speculators' convention: target id = draft id + d2t[draft
+id]).
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ class DraftConfig:
     draft_vocab_size: int | None = None  # None: the drafter speaks the whole vocabulary
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "block_size"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "block_size",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         for name in ("num_hidden_layers", "intermediate_size", "max_position_embeddings"):
@@ -60,7 +68,9 @@ class DraftConfig:
                 f"({self.num_key_value_heads})"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ConfigError(f"mask_token_id is {self.mask_token_id}; it must lie in the vocabulary of {self.vocab_size}")
+            raise ConfigError(
+                f"mask_token_id is {self.mask_token_id}; it must lie in the vocabulary of {self.vocab_size}"
+            )
         if not self.target_layer_ids:
             raise ConfigError("target_layer_ids is empty; a drafter needs at least one tapped layer")
         check_taps(self.target_layer_ids, self.num_target_layers)
@@ -108,7 +118,8 @@ class DraftConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DraftConfig:
-        """Read DeepSpec's ``config.json``. Raises :class:`CheckpointError` on another architecture or a missing field."""
+        """Read DeepSpec's ``config.json``. Raises :class:`CheckpointError` on another architecture or a missing
+        field."""
         architectures = data.get("architectures") or []
         if architectures != [ARCHITECTURE]:
             raise CheckpointError(f"architectures is {architectures}; this reader takes [{ARCHITECTURE!r}]")

@@ -1,7 +1,7 @@
 """Drafters in decoding: the protocol, and DSpark behind it.
 
-A drafter is told of committed tokens (their ids and the target's tapped states) and proposes a block after the anchor. What it
-holds per request it owns. For DSpark that is a context cache of projected features only:
+A drafter is told of committed tokens (their ids and the target's tapped states) and proposes a block after the
+anchor. What it holds per request it owns. For DSpark that is a context cache of projected features only:
 
     | range of a request's cache       | owner                                                         |
     |----------------------------------|---------------------------------------------------------------|
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -35,25 +35,23 @@ EMPTY = Proposal(torch.empty(0, dtype=torch.long))
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What the decoding loop knows of a drafter."""
+    """What the decoding loop knows of a drafter. A request's state is Any: each drafter has its own type of it."""
 
     name: str
     block_size: int  # most drafts of one proposal; 0 never proposes
     taps: tuple[int, ...]  # target layers whose states `extend` wants; empty for none
     has_confidence: bool
 
-    def open(self, *, max_len: int) -> object:
+    def open(self, *, max_len: int) -> Any:
         """State of one request of up to ``max_len`` tokens."""
         ...
 
-    def extend(
-        self, state: object, token_ids: Int[Tensor, "new"], features: Float[Tensor, "new features"] | None
-    ) -> None:
+    def extend(self, state: Any, token_ids: Int[Tensor, "new"], features: Float[Tensor, "new features"] | None) -> None:
         """Take in the next committed tokens that the target has run; mutates ``state``."""
         ...
 
     def propose(
-        self, state: object, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
+        self, state: Any, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
     ) -> Proposal:
         """At most ``limit`` drafts after ``anchor``; an empty proposal past the drafter's own context limit."""
         ...
@@ -81,7 +79,8 @@ class NoDrafter:
 
 @dataclass
 class DraftContext:
-    """Per-request context of a DSpark drafter: keys and values of every layer, [layers, kv_heads, max_len + block, head_dim]."""
+    """Per-request context of a DSpark drafter: keys and values of every layer, [layers, kv_heads, max_len + block,
+    head_dim]."""
 
     keys: Tensor
     values: Tensor
@@ -102,8 +101,9 @@ class _Layer:
 class DsparkDrafter:
     """DSpark at batch size 1: one parallel pass over the block, then the sequential stage, then the confidences.
 
-    ``candidates`` = M restricts each position's distribution to its M largest base logits: the Markov bias is computed for
-    those alone and everything else has probability exactly zero. 0 is the full vocabulary, the paper's loop.
+    ``candidates`` = M restricts each position's distribution to its M largest base logits: the Markov bias is
+    computed for those alone and everything else has probability exactly zero. 0 is the full vocabulary, the paper's
+    loop.
     """
 
     def __init__(self, model: DraftModel, target: Target, *, candidates: int = 64, name: str = "dspark") -> None:
@@ -130,12 +130,18 @@ class DsparkDrafter:
             return Linear(place(torch.cat(parts)).contiguous())
 
         config = self.config
-        self._fc, self._hidden_norm, self._norm = pack(model.fc.weight), place(model.hidden_norm.weight), place(model.norm.weight)
+        self._fc, self._hidden_norm, self._norm = (
+            pack(model.fc.weight),
+            place(model.hidden_norm.weight),
+            place(model.norm.weight),
+        )
         self._layers, context_kv, k_norms = [], [], []
-        for layer in model.layers:
+        for layer in model.draft_layers():
             attn, mlp = layer.self_attn, layer.mlp
             q_norm, k_norm = place(attn.q_norm.weight), place(attn.k_norm.weight)
-            norms = torch.cat((q_norm.expand(config.num_attention_heads, -1), k_norm.expand(config.num_key_value_heads, -1)))
+            norms = torch.cat(
+                (q_norm.expand(config.num_attention_heads, -1), k_norm.expand(config.num_key_value_heads, -1))
+            )
             self._layers.append(
                 _Layer(
                     pack(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
@@ -161,7 +167,9 @@ class DsparkDrafter:
         if model.confidence_head is not None:
             proj = model.confidence_head.proj
             self._confidence = (proj.weight[0].detach().to(self.device, torch.float32), float(proj.bias.detach()))
-        table = rope_table(torch.arange(config.max_position_embeddings, device=self.device), config.head_dim, config.rope_theta)
+        table = rope_table(
+            torch.arange(config.max_position_embeddings, device=self.device), config.head_dim, config.rope_theta
+        )
         self._cos, self._sin = table.to(self.dtype)
 
     def open(self, *, max_len: int) -> DraftContext:
@@ -233,7 +241,12 @@ class DsparkDrafter:
             qk = self._rotate(self._rms(qkv[:, : heads + kv_heads], None) * layer.qk_norm, cos, sin)
             state.keys[i, :, rows] = qk[:, heads:].transpose(0, 1)
             state.values[i, :, rows] = qkv[:, heads + kv_heads :].transpose(0, 1)
-            q = qk[:, :heads].view(size, kv_heads, groups, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, groups * size, dim)
+            q = (
+                qk[:, :heads]
+                .view(size, kv_heads, groups, dim)
+                .permute(1, 2, 0, 3)
+                .reshape(1, kv_heads, groups * size, dim)
+            )
             seen = slice(None, start + size)
             out = F.scaled_dot_product_attention(q, state.keys[i : i + 1, :, seen], state.values[i : i + 1, :, seen])
             out = out.view(kv_heads, groups, size, dim).permute(2, 0, 1, 3).reshape(size, heads * dim)
@@ -250,17 +263,18 @@ class DsparkDrafter:
         sampling: SamplingParams,
         generator: torch.Generator,
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Draw x_1..x_gamma left to right. Returns target ids, the fp32 rows they were drawn from (None when greedy), and the
-        previous token of each position."""
-        w2 = self._w2 if support is None or self._w2 is None else self._w2[support]  # [block, support, rank] for candidates
+        """Draw x_1..x_gamma left to right. Returns target ids, the fp32 rows they were drawn from (None when greedy),
+        and the previous token of each position."""
+        w1, w2 = self._w1, self._w2
+        rows_of = w2 if support is None or w2 is None else w2[support]  # [block, support, rank] for candidates
         tokens: list[int] = []
         rows: list[Tensor] = []
         prevs: list[int] = []
         prev = anchor
         for k in range(base.shape[0]):
             logits = base[k]
-            if w2 is not None:
-                logits = torch.addmv(logits, w2 if support is None else w2[k], self._w1[prev])
+            if w1 is not None and rows_of is not None:
+                logits = torch.addmv(logits, rows_of if support is None else rows_of[k], w1[prev])
             if sampling.greedy:
                 picked = int(logits.argmax())
             else:

@@ -6,7 +6,6 @@ Paper equations (4), (5), (7); seed sections 5.2 to 7.1. Both heads are tiny: a 
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 class VanillaMarkovHead(nn.Module):
     """First-order transition bias B(x_{k-1}, .) = W2 W1[x_{k-1}], of rank r (paper equation 5).
 
-    ``markov_w1`` [vocab, rank] is read by token id of the target's vocabulary; ``markov_w2`` [draft_vocab, rank] speaks the
-    drafter's own. Names are DeepSpec's.
+    ``markov_w1`` [vocab, rank] is read by token id of the target's vocabulary; ``markov_w2`` [draft_vocab, rank]
+    speaks the drafter's own. Names are DeepSpec's.
     """
 
     def __init__(self, vocab_size: int, output_size: int, rank: int) -> None:

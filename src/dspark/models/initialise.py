@@ -1,9 +1,10 @@
-"""Where a drafter's parameters start. A few million blocks are all that a small machine can train on, so the start decides.
+"""Where a drafter's parameters start. A few million blocks are all that a small machine can train on, so the start
+decides.
 
-``fresh`` is the reference's: N(0, 0.02) for matrices and embeddings, ones for norms, zero biases. ``from_target`` copies the
-target's last layers into the draft layers, lets ``fc`` pass the last tap through, and takes the target's norms; the per-head
-norms of q and k have no counterpart in Llama-shaped targets and start at one. ``fit_bigram`` then gives the Markov head the
-bigram statistics of the answers.
+``fresh`` is the reference's: N(0, 0.02) for matrices and embeddings, ones for norms, zero biases. ``from_target``
+copies the target's last layers into the draft layers, lets ``fc`` pass the last tap through, and takes the target's
+norms; the per-head norms of q and k have no counterpart in Llama-shaped targets and start at one. ``fit_bigram`` then
+gives the Markov head the bigram statistics of the answers.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ def fresh(model: DraftModel, *, seed: int, std: float = 0.02) -> None:
 def from_target(model: DraftModel, tensors: dict[str, Tensor]) -> None:
     """Copy the last layers, the final norm and the last tap of a Llama-shaped target into ``model``, in place.
 
-    ``tensors`` are the target's under transformers' names. Raises :class:`ModelError` if a needed tensor is missing or has
-    another shape than the drafter's.
+    ``tensors`` are the target's under transformers' names. Raises :class:`ModelError` if a needed tensor is missing
+    or has another shape than the drafter's.
     """
     config = model.config
     first = config.num_target_layers - config.num_hidden_layers
     if first < 0:
-        raise ModelError(f"the target has {config.num_target_layers} layers; {config.num_hidden_layers} cannot be copied")
+        raise ModelError(
+            f"the target has {config.num_target_layers} layers; {config.num_hidden_layers} cannot be copied"
+        )
     own = dict(model.named_parameters())
-    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     names += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
     for i in range(config.num_hidden_layers):
         for name in names:
@@ -73,10 +76,11 @@ def fit_bigram(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> float:
-    """Fit the Markov head alone to the answers' bigrams, in place; returns the mean cross-entropy of the last tenth, in nats.
+    """Fit the Markov head alone to the answers' bigrams, in place; returns the mean cross-entropy of the last tenth,
+    in nats.
 
-    The base logits are frozen at the log-frequencies of single tokens, so the head learns only what the previous token adds.
-    Pairs whose next token lies outside the draft vocabulary carry -1 and teach nothing.
+    The base logits are frozen at the log-frequencies of single tokens, so the head learns only what the previous
+    token adds. Pairs whose next token lies outside the draft vocabulary carry -1 and teach nothing.
     """
     head = model.markov_head
     if head is None or prev_ids.shape[0] == 0:
@@ -95,7 +99,9 @@ def fit_bigram(
         weights = (labels >= 0).float()
         weights /= weights.sum().clamp(min=1)
         prev = F.embedding(prev_ids[picked], head.markov_w1.weight).to(dtype)
-        total, _ = chunked_losses(one, prev, head.markov_w2.weight, base, void, labels, weights, alphas=LossAlphas(1.0, 0.0, 0.0))
+        total, _ = chunked_losses(
+            one, prev, head.markov_w2.weight, base, void, labels, weights, alphas=LossAlphas(1.0, 0.0, 0.0)
+        )
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * (1 - step / steps)
         optimizer.zero_grad(set_to_none=True)

@@ -1,7 +1,8 @@
 """Prompt lookup: draft what followed the last occurrence of the current ending. No model, no features.
 
-Source: prompt lookup decoding (Saxena 2023). Of the tokens committed so far, the longest ending of at most ``max_match`` tokens
-that occurred before is looked up, and the tokens that followed its latest occurrence are proposed with certainty.
+Source: prompt lookup decoding (Saxena 2023). Of the tokens committed so far, the longest ending of at most
+``max_match`` tokens that occurred before is looked up, and the tokens that followed its latest occurrence are
+proposed with certainty.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class NgramDrafter:
         if block_size < 1:
             raise ConfigError(f"block_size is {block_size}; it must be 1 or more")
         if not 1 <= min_match <= max_match:
-            raise ConfigError(f"min_match is {min_match} and max_match is {max_match}; they must be ordered and at least 1")
+            raise ConfigError(
+                f"min_match is {min_match} and max_match is {max_match}; they must be ordered and at least 1"
+            )
         self.block_size, self.min_match, self.max_match = block_size, min_match, max_match
 
     def open(self, *, max_len: int) -> NgramState:

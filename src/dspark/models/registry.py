@@ -1,4 +1,5 @@
-"""One door to a drafter: `none`, `ngram`, `default` (the one we ship for the embedded model), or a checkpoint folder."""
+"""One door to a drafter: `none`, `ngram`, `default` (the one we ship for the embedded model), or a checkpoint
+folder."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ def default_drafter_folder() -> Path:
     for place in (package / "shipped" / DEFAULT_DRAFTER, package.parent.parent / "models" / DEFAULT_DRAFTER):
         if (place / "config.json").is_file():
             return place
-    raise CheckpointError(f"the shipped drafter {DEFAULT_DRAFTER} is missing; clone the repository with its models/ folder")
+    raise CheckpointError(
+        f"the shipped drafter {DEFAULT_DRAFTER} is missing; clone the repository with its models/ folder"
+    )
 
 
 def load_drafter(spec: str, target: Target, *, candidates: int = 64) -> Drafter:
-    """The drafter that ``spec`` names, ready for ``target``. Raises :class:`CheckpointError` if it is none or does not fit."""
+    """The drafter that ``spec`` names, ready for ``target``. Raises :class:`CheckpointError` if it is none or does
+    not fit."""
     from dspark.models.checkpoint import load_drafter_model
 
     if spec == "none":

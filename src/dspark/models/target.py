@@ -40,9 +40,9 @@ class TargetInfo:
 class TargetOutput:
     """Result of a forward pass over a flat ragged batch.
 
-    ``logits`` are fp32-convertible (soft-caps already applied), one row per token or, with ``last_only``, one per request.
-    ``features`` concatenates the tapped layers in id order; None when no taps were asked for. ``final`` is the state after
-    the final norm, what the head reads; one row per token.
+    ``logits`` are fp32-convertible (soft-caps already applied), one row per token or, with ``last_only``, one per
+    request. ``features`` concatenates the tapped layers in id order; None when no taps were asked for. ``final`` is
+    the state after the final norm, what the head reads; one row per token.
     """
 
     logits: Float[Tensor, "rows vocab"] | None
@@ -58,7 +58,8 @@ class KVMemory:
     | [0, length)           | tokens that the caller stands by                          |
     | [length, max_len)     | scratch: whatever an undone pass left; the next overwrites |
 
-    ``keys`` and ``values`` are lists per layer of [rows, kv_heads, max_len, head_dim]. ``lengths`` holds one int per row.
+    ``keys`` and ``values`` are lists per layer of [rows, kv_heads, max_len, head_dim]. ``lengths`` holds one int per
+    row.
     """
 
     def __init__(

@@ -42,7 +42,9 @@ class TrainConfig:
     alpha_ce: float = 0.1
     alpha_l1: float = 0.9
     alpha_confidence: float = 1.0
-    soft_until: float = 0.5  # soft cross-entropy fades into the loss above over this fraction of the run; 0 never uses it
+    soft_until: float = (
+        0.5  # soft cross-entropy fades into the loss above over this fraction of the run; 0 never uses it
+    )
     loss_decay: float = 4.0
     target_top: int = 64  # target probabilities kept per position
 
@@ -51,7 +53,9 @@ class TrainConfig:
     sequences_per_step: int = 8
     fresh_per_step: int = 1  # sequences a step sees for the first time; the others are replayed from those seen
     slots_per_step: int = 1792  # supervised slots aimed at; anchors per sequence follow from it
-    curriculum: tuple[tuple[float, int], ...] = ((1.0, 0),)  # (until this fraction of the run, block size); 0: the drafter's
+    curriculum: tuple[tuple[float, int], ...] = (
+        (1.0, 0),
+    )  # (until this fraction of the run, block size); 0: the drafter's
     learning_rate: float = 1.2e-3
     warmup: float = 0.04
     schedule: str = "cosine"
@@ -73,7 +77,16 @@ class TrainConfig:
     save_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "sequences_per_step", "slots_per_step", "layers", "block_size", "target_top", "chunk", "log_every"):
+        for name in (
+            "steps",
+            "sequences_per_step",
+            "slots_per_step",
+            "layers",
+            "block_size",
+            "target_top",
+            "chunk",
+            "log_every",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if not 1 <= self.fresh_per_step <= self.sequences_per_step:

@@ -1,8 +1,8 @@
 """Training a drafter: one function a step, readable beside paper equation (12).
 
-A step takes a few sequences, opens blocks at random anchors of their answers, runs the backbone once over all blocks, and
-pulls the draft distribution towards the target's. Each step sees ``fresh_per_step`` new sequences and replays others from
-those already seen, whose features are still in memory: a target pass costs as much as a hundred blocks.
+A step takes a few sequences, opens blocks at random anchors of their answers, runs the backbone once over all blocks,
+and pulls the draft distribution towards the target's. Each step sees ``fresh_per_step`` new sequences and replays
+others from those already seen, whose features are still in memory: a target pass costs as much as a hundred blocks.
 
 Everything random in step s is a function of (seed, s), so a killed run resumes to the same curve.
 """
@@ -80,7 +80,9 @@ def choose_samples(samples: Sequence[Sample], train_step: int, config: TrainConf
     seen = min(first, len(samples))
     replays: list[int] = []
     if seen:
-        picks = torch.randint(seen, (config.sequences_per_step - len(fresh),), generator=step_generator(config.seed, train_step, 2))
+        picks = torch.randint(
+            seen, (config.sequences_per_step - len(fresh),), generator=step_generator(config.seed, train_step, 2)
+        )
         replays = [int(order[int(i)]) for i in picks]
     return [samples[i] for i in dict.fromkeys(fresh + replays)]
 
@@ -225,7 +227,8 @@ def held_out_numbers(
     *,
     anchors: int = 32,
 ) -> dict[str, float]:
-    """Analytic acceptance length on held-out answers, per domain and as the domains' mean; the anchors are always the same."""
+    """Analytic acceptance length on held-out answers, per domain and as the domains' mean; the anchors are always the
+    same."""
     by_domain: dict[str, list[float]] = {}
     for i, sample in enumerate(samples):
         positions = sample_anchors(sample.loss_mask, anchors, step_generator(config.seed, i, 4))

@@ -1,4 +1,5 @@
-"""Learning-rate schedules and the optimiser's state on disk. Gradients and masters are fp32; bf16 accumulation is refused."""
+"""Learning-rate schedules and the optimiser's state on disk. Gradients and masters are fp32; bf16 accumulation is
+refused."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ SCHEDULES = ("cosine", "trapezoid")
 
 
 def learning_rate(
-    train_step: int, total_steps: int, peak: float, *, warmup: float = 0.04, schedule: str = "cosine", decay: float = 0.25
+    train_step: int,
+    total_steps: int,
+    peak: float,
+    *,
+    warmup: float = 0.04,
+    schedule: str = "cosine",
+    decay: float = 0.25,
 ) -> float:
     """Rate of 0-based ``train_step``: linear warm-up over ``warmup`` of the steps, then the schedule down to 0.
 
-    "cosine" is the reference's (semantics 2.6). "trapezoid" stays at the peak and falls linearly over the last ``decay`` of
-    the steps: a run can be lengthened before its decay begins without having wasted anything.
+    "cosine" is the reference's (semantics 2.6). "trapezoid" stays at the peak and falls linearly over the last
+    ``decay`` of the steps: a run can be lengthened before its decay begins without having wasted anything.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule is {schedule!r}; supported: {', '.join(SCHEDULES)}")
@@ -46,7 +53,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Inverse of :func:`optimizer_tensors`. Raises :class:`CheckpointError` on a tensor that belongs to no parameter."""
+    """Inverse of :func:`optimizer_tensors`. Raises :class:`CheckpointError` on a tensor that belongs to no
+    parameter."""
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         name, _, moment = key.rpartition(":")

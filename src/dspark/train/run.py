@@ -97,7 +97,12 @@ def reserved_token(tokenizer: Any, counts: Tensor) -> int:
     """A special token that no answer contains, to serve as the mask; never the padding or an end token."""
     taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
     for token, content in sorted(tokenizer.added_tokens_decoder.items()):
-        if token not in taken and token < counts.shape[0] and counts[token] == 0 and not content.content.startswith("<|im_"):
+        if (
+            token not in taken
+            and token < counts.shape[0]
+            and counts[token] == 0
+            and not content.content.startswith("<|im_")
+        ):
             return int(token)
     raise ConfigError("mask_token_id is -1 and no reserved token is unused; name a token id that no answer contains")
 
@@ -107,7 +112,9 @@ def draft_config(config: TrainConfig, target_config: Any, info: TargetInfo, mask
     text = getattr(target_config, "text_config", target_config)
     heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
-    theta = rope.get("rope_theta") or rope.get("full_attention", {}).get("rope_theta") or getattr(text, "rope_theta", None)
+    theta = (
+        rope.get("rope_theta") or rope.get("full_attention", {}).get("rope_theta") or getattr(text, "rope_theta", None)
+    )
     gemma = info.family.startswith("gemma")
     return DraftConfig(
         vocab_size=info.vocab_size,
@@ -177,15 +184,27 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
 
 
 def _claim(folder: Path, config: TrainConfig) -> None:
-    """Write the run's config, or check that the folder's run has the same one; only its length and what watches it may differ."""
+    """Write the run's config, or check that the folder's run has the same one; only its length and what watches it
+    may differ."""
     path = folder / "config.json"
-    free = {"out", "steps", "log_every", "evaluate_every", "evaluate_prompts", "evaluate_tokens", "save_seconds", "feature_gigabytes"}
+    free = {
+        "out",
+        "steps",
+        "log_every",
+        "evaluate_every",
+        "evaluate_prompts",
+        "evaluate_tokens",
+        "save_seconds",
+        "feature_gigabytes",
+    }
     text = json.dumps(asdict(config))
     if path.is_file() and any(folder.glob("state-*")):
         theirs, ours = json.loads(path.read_text())["config"], json.loads(text)
         changed = sorted(k for k in ours if k not in free and theirs.get(k) != ours[k])
         if changed:
-            raise ConfigError(f"{folder} holds a run that differs in {', '.join(changed)}; resume it unchanged or choose another --out")
+            raise ConfigError(
+                f"{folder} holds a run that differs in {', '.join(changed)}; resume it unchanged or take another --out"
+            )
         return
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, json.dumps({"config": json.loads(text), "provenance": provenance()}, indent=2))
@@ -218,8 +237,9 @@ def train(
 ) -> Path:
     """Run or resume a training run to its end; returns the folder of the best drafter.
 
-    ``evaluate`` measures acceptance by decoding on held-out samples and returns at least ``acceptance_length``; without it the
-    analytic value decides which checkpoint is best. ``on_step`` receives every logged line; ``stop`` is asked between steps.
+    ``evaluate`` measures acceptance by decoding on held-out samples and returns at least ``acceptance_length``;
+    without it the analytic value decides which checkpoint is best. ``on_step`` receives every logged line; ``stop``
+    is asked between steps.
     """
     from torch.utils.tensorboard import SummaryWriter  # slow to import, only needed here
 

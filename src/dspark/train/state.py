@@ -1,7 +1,8 @@
 """A training run's state on disk: safe at any moment of a kill, and free of pickle.
 
-Each save is a new folder ``state-<train step>``, written beside its place and renamed; older ones go only afterwards. So the
-newest finished state always exists, and a run resumes from it exactly: all randomness is a function of (seed, step).
+Each save is a new folder ``state-<train step>``, written beside its place and renamed; older ones go only afterwards.
+So the newest finished state always exists, and a run resumes from it exactly: all randomness is a function of (seed,
+step).
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from dspark.train.optim import optimizer_tensors, restore_optimizer
 
 
 def save_state(
-    run: Path, train_step: int, model: DraftModel, optimizer: torch.optim.Optimizer, facts: dict[str, Any], *, keep: int = 2
+    run: Path,
+    train_step: int,
+    model: DraftModel,
+    optimizer: torch.optim.Optimizer,
+    facts: dict[str, Any],
+    *,
+    keep: int = 2,
 ) -> None:
-    """Write masters, moments and ``facts`` (JSON) as of ``train_step`` finished steps; keep the newest ``keep`` states."""
+    """Write masters, moments and ``facts`` (JSON) as of ``train_step`` finished steps; keep the newest ``keep``
+    states."""
     tensors: dict[str, Tensor] = {f"model/{k}": v.contiguous() for k, v in model.state_dict().items()}
     tensors |= {f"optim/{k}": v.contiguous() for k, v in optimizer_tensors(optimizer, model).items()}
     with atomic_folder(run / f"state-{train_step:08d}", existing="keep") as folder:

@@ -1,0 +1,86 @@
+"""Starts: copied layers are the target's, and the bigram fit beats the frequencies of single tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dspark.errors import ModelError
+from dspark.models.backbone import DraftModel
+from dspark.models.draft_config import DraftConfig
+from dspark.models.initialise import fit_bigram, fresh, from_target
+
+CONFIG = DraftConfig(
+    vocab_size=20,
+    hidden_size=8,
+    num_target_layers=6,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=12,
+    target_layer_ids=(1, 3),
+    markov_rank=8,
+)
+
+
+def target_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    tensors = {"model.norm.weight": torch.rand(8)}
+    shapes = {
+        "self_attn.q_proj": (8, 8),
+        "self_attn.k_proj": (4, 8),
+        "self_attn.v_proj": (4, 8),
+        "self_attn.o_proj": (8, 8),
+    }
+    shapes |= {"mlp.gate_proj": (12, 8), "mlp.up_proj": (12, 8), "mlp.down_proj": (8, 12)}
+    for i in range(6):
+        tensors |= {f"model.layers.{i}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+        tensors |= {
+            f"model.layers.{i}.{n}.weight": torch.rand(8) for n in ("input_layernorm", "post_attention_layernorm")
+        }
+    return tensors
+
+
+def test_the_last_layers_are_copied_in_order() -> None:
+    model, tensors = DraftModel(CONFIG), target_tensors()
+    fresh(model, seed=0)
+    from_target(model, tensors)
+    for i, source in ((0, 4), (1, 5)):
+        for name in ("self_attn.q_proj", "mlp.down_proj", "input_layernorm"):
+            ours = model.get_parameter(f"layers.{i}.{name}.weight")
+            assert torch.equal(ours, tensors[f"model.layers.{source}.{name}.weight"])
+    assert torch.equal(model.norm.weight, tensors["model.norm.weight"])
+    rows = torch.randn(3, 16)
+    passed = torch.nn.functional.linear(rows, model.fc.weight)
+    assert torch.cosine_similarity(passed, rows[:, 8:]).min() > 0.99  # the last tap comes through
+
+
+def test_a_missing_or_misshapen_tensor_is_named() -> None:
+    tensors = target_tensors()
+    tensors["model.layers.5.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    with pytest.raises(ModelError, match=r"layers\.5\.mlp\.up_proj"):
+        from_target(DraftModel(CONFIG), tensors)
+    del tensors["model.layers.5.mlp.up_proj.weight"]
+    with pytest.raises(ModelError, match="initialise='fresh'"):
+        from_target(DraftModel(CONFIG), tensors)
+
+
+def test_fresh_starts_are_reproducible_and_small() -> None:
+    one, two, other = DraftModel(CONFIG), DraftModel(CONFIG), DraftModel(CONFIG)
+    fresh(one, seed=3)
+    fresh(two, seed=3)
+    fresh(other, seed=4)
+    assert torch.equal(one.fc.weight, two.fc.weight) and not torch.equal(one.fc.weight, other.fc.weight)
+    assert float(one.fc.weight.detach().std()) == pytest.approx(0.02, rel=0.2)
+    assert float(one.confidence_head.proj.bias.detach()) == 0.0
+
+
+def test_the_bigram_fit_learns_transitions() -> None:
+    model = DraftModel(CONFIG)
+    fresh(model, seed=0)
+    prev = torch.randint(20, (4000,), generator=torch.Generator().manual_seed(0))
+    following = (prev * 7 + 1) % 20  # certain, while single tokens are uniform: log 20 = 3.0 nats without the head
+    nats = fit_bigram(model, prev, following, passes=20.0, rows=400, dtype=torch.float32)
+    assert nats < 0.5
+    guess = model.markov_head(torch.arange(20)).argmax(-1)
+    assert torch.equal(guess, (torch.arange(20) * 7 + 1) % 20)

@@ -1,0 +1,132 @@
+"""A training run as a whole: it learns, it survives a kill at any step bit for bit, and it refuses a changed config."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_chat import save_chat_model
+
+from dspark.errors import ConfigError
+from dspark.models.checkpoint import load_drafter_model
+from dspark.train.config import TrainConfig
+from dspark.train.run import default_taps, train
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """Twelve answers that count upwards in one of two directions: easy to learn, not trivial."""
+    folder = tmp_path_factory.mktemp("training")
+    model = save_chat_model(folder / "model")
+    with open(folder / "prompts.jsonl", "w") as prompts, open(folder / "answers.jsonl", "w") as answers:
+        for i in range(12):
+            prompts.write(json.dumps({"id": f"p{i}", "turns": [f"count {i}"], "domain": "ab"[i % 2]}) + "\n")
+            ids = [40 + (i + (1 if i % 2 else -1) * k) % 9 for k in range(40)]
+            answers.write(json.dumps({"id": f"p{i}", "sample": 0, "answer_ids": ids}) + "\n")
+    return TrainConfig(
+        model=str(model),
+        answers=(str(folder / "answers.jsonl"),),
+        prompts=(str(folder / "prompts.jsonl"),),
+        out=str(folder / "run"),
+        layers=1,
+        block_size=3,
+        markov_rank=4,
+        taps=(0, 2),
+        draft_vocab=60,
+        mask_token_id=3,
+        held_out=4,
+        steps=12,
+        sequences_per_step=3,
+        slots_per_step=36,
+        dtype="float32",
+        log_every=1,
+        evaluate_every=5,
+        save_seconds=0.0,
+    )
+
+
+def lines(folder: Path) -> dict[tuple[int, str], dict]:
+    """Logged lines by step and kind, without what depends on the clock; a step logged twice must be the same twice."""
+    found: dict[tuple[int, str], dict] = {}
+    for text in (folder / "log.jsonl").read_text().splitlines():
+        line = {k: v for k, v in json.loads(text).items() if "second" not in k and k != "target_passes"}
+        key = (line.get("step", 0), "held" if "held_out_analytic" in line else "step")
+        assert found.setdefault(key, line) == line
+    return found
+
+
+def test_a_run_learns_and_leaves_a_drafter(base: TrainConfig, tmp_path: Path) -> None:
+    config = replace(base, out=str(tmp_path / "run"), steps=80, learning_rate=5e-3, save_seconds=99.0, soft_until=0.5)
+    best = train(config)
+    logged = lines(tmp_path / "run")
+    assert (80, "held") in logged
+    ce = [logged[(step, "step")]["ce"] for step in range(1, 81)]
+    assert sum(ce[-10:]) < 0.75 * sum(ce[:10])  # the labels are not the random target's own: it cannot reach 0
+    model = load_drafter_model(best)
+    assert model.config.draft_vocab_size == 60 and model.config.target_layer_ids == (0, 2)
+
+
+def killed_at(config: TrainConfig, step: int) -> None:
+    """In a process of its own: train, and die without a goodbye once ``step`` is logged, before it is saved."""
+    torch.set_num_threads(1)
+
+    def die(line: dict) -> None:
+        if line["step"] == step and "loss" in line:
+            os._exit(9)
+
+    train(config, on_step=die)
+
+
+def test_a_killed_run_resumes_to_the_same_result(base: TrainConfig, tmp_path: Path) -> None:
+    whole = replace(base, out=str(tmp_path / "whole"))
+    train(whole)
+    torn = replace(base, out=str(tmp_path / "torn"), save_seconds=0.0)
+    for step in (1, 4, 9):
+        child = multiprocessing.get_context("fork").Process(target=killed_at, args=(torn, step))
+        child.start()
+        child.join()
+        assert child.exitcode == 9
+    train(torn)
+    assert lines(tmp_path / "torn") == lines(tmp_path / "whole")
+    for name in ("last", "best"):
+        ours, theirs = (load_file(tmp_path / run / name / "model.safetensors") for run in ("torn", "whole"))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def test_resuming_another_run_is_refused_by_field(base: TrainConfig, tmp_path: Path) -> None:
+    config = replace(base, out=str(tmp_path / "run"), steps=2)
+    train(config)
+    with pytest.raises(ConfigError, match="learning_rate, seed"):
+        train(replace(config, seed=1, learning_rate=1.0))
+    train(replace(config, steps=3))  # a longer run is the same run
+
+
+def test_default_taps_are_z_labs() -> None:
+    assert default_taps(30, 5) == (1, 8, 14, 20, 27)
+    assert default_taps(30, 3) == (1, 14, 27)
+    assert default_taps(30, 1) == (15,)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("steps", 0), ("fresh_per_step", 9), ("schedule", "stairs"), ("initialise", "luck"), ("curriculum", ((0.5, 2),))],
+)
+def test_unusable_fields_are_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        TrainConfig(**{field: value})
+
+
+def test_missing_files_are_named_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.jsonl"):
+        TrainConfig(answers=("nowhere.jsonl",))
+
+
+def test_the_curriculum_ends_at_the_drafters_block_size() -> None:
+    config = TrainConfig(steps=10, curriculum=((0.2, 1), (0.5, 3), (1.0, 0)))
+    assert [config.block_at(s) for s in range(10)] == [1, 1, 3, 3, 3, 7, 7, 7, 7, 7]
