@@ -49,11 +49,15 @@ def test_sameness_is_not_claimed_where_it_is_not(divergence: Divergence | None, 
 
 @pytest.mark.parametrize(
     "count, near_ties, words",
-    [(6, 0, "6/6"), (5, 1, "5/6 (1 near-tie)"), (3, 2, "3/6 (2 near-ties, 1 differ)"), (4, 0, "4/6 (2 differ)")],
+    [
+        (6, 0, "6 of 6"),
+        (5, 1, "5 of 6; 1 part at a near-tie (at most 1.000 logits apart)"),
+        (3, 2, "3 of 6; 2 part at a near-tie, 1 DIFFER (at most 1.000 logits apart)"),
+        (4, 0, "4 of 6; 2 DIFFER (at most 1.000 logits apart)"),
+    ],
 )
 def test_agreement_counts_what_is_left(count: int, near_ties: int, words: str) -> None:
     assert agreement_text(Agreement(count=count, total=6, near_ties=near_ties, largest_gap=1.0)) == words
-    assert agreement_text(None) == "sampled"
 
 
 def test_pieces_mark_accepted_drafts_and_leave_stop_tokens_out(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -199,15 +199,15 @@ def _object(report: BenchReport) -> dict[str, Any]:
 
 
 def print_report(report: BenchReport, *, peer: str | None = None) -> None:
-    """A row per domain and one for their mean."""
-    table = Table(title="drafted against undrafted: medians over prompts, interleaved", title_justify="left")
+    """A row per domain and one for their mean, narrow enough for 80 columns, and a line on what is identical."""
+    out = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("domain")
     speeds = ["tokens/s", "undrafted", *([peer] if peer else [])]
-    for name in ["prompts", "speedup", "acceptance", *speeds, "ms/round", "undrafted", "identical"]:
+    for name in ["n", "speedup", "accepted", *speeds, "ms/round", "same"]:
         table.add_column(name, justify="right")
     for name, figures in (*report.domains.items(), ("mean", report.mean)):
-        if name == "mean":
-            table.add_section()
+        same = figures.identical
         table.add_row(
             name,
             str(figures.prompts),
@@ -217,20 +217,22 @@ def print_report(report: BenchReport, *, peer: str | None = None) -> None:
             f"{figures.plain_tokens_per_second:.1f}",
             *([f"{figures.peer_tokens_per_second or math.nan:.1f}"] if peer else []),
             f"{figures.round_ms.round:.1f}",
-            f"{figures.plain_round_ms:.1f}",
-            agreement_text(figures.identical),
+            f"{same.count}/{same.total}" if same else "-",
+            style="bold" if name == "mean" else "",
         )
-    Console().print(table)
+    out.print(table)
+    out.print("n prompts with and without drafts, interleaved; medians; accepted: tokens per round.", soft_wrap=True)
+    if report.mean.identical:
+        out.print(f"Identical texts: {agreement_text(report.mean.identical)}.", soft_wrap=True)
 
 
-def agreement_text(agreement: Agreement | None) -> str:
-    """``6/6``, or what the others are: ``5/6 (1 near-tie)``, ``4/6 (2 differ)``."""
-    if agreement is None:
-        return "sampled"
+def agreement_text(agreement: Agreement) -> str:
+    """``6 of 6``, or what became of the others: near-ties, or texts that differ for no such reason."""
     faults = agreement.total - agreement.count - agreement.near_ties
-    others = [f"{agreement.near_ties} near-tie{'s' * (agreement.near_ties > 1)}"] if agreement.near_ties else []
-    others += [f"{faults} differ"] if faults else []
-    return f"{agreement.count}/{agreement.total}" + (f" ({', '.join(others)})" if others else "")
+    others = [f"{agreement.near_ties} part at a near-tie"] if agreement.near_ties else []
+    others += [f"{faults} DIFFER"] if faults else []
+    words = f"{agreement.count} of {agreement.total}"
+    return f"{words}; {', '.join(others)} (at most {agreement.largest_gap:.3f} logits apart)" if others else words
 
 
 # --- demo ------------------------------------------------------------------------------------------------------------
@@ -257,10 +259,7 @@ def show_demo(bundle: Bundle, prompts: Sequence[BenchPrompt], config: BenchConfi
             status.update(f"{len(pairs)} of {len(prompts)} prompts")
     report = bench_report(pairs, greedy=True, tolerance=tolerance)
     print_report(report)
-    out.print(
-        f"{report.mean.speedup:.2f}x the speed of the same engine without drafts; "
-        f"texts identical: {agreement_text(report.mean.identical)}"
-    )
+    out.print(f"{report.mean.speedup:.2f}x the speed of the same engine without drafts.")
 
 
 def _coloured(completion: Completion, bundle: Bundle) -> Text:
