@@ -71,6 +71,14 @@ class LeanTarget:
         """Whether compiled operations run between the products."""
         return self._native is not None
 
+    @property
+    def products(self) -> list[Linear]:
+        """The model's matrix products in the order of a pass."""
+        return [
+            *(product for layer in self._layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+            self._head,
+        ]
+
     def new_memory(self, *, rows: int, max_len: int) -> LeanMemory:
         """KV memory for ``rows`` requests of up to ``max_len`` tokens each."""
         return LeanMemory(self.config, rows=rows, max_len=max_len, dtype=self.info.dtype, device=self.info.device)
