@@ -222,7 +222,7 @@ def test_mistakes_about_the_model_and_its_drafter(model: str, tmp_path: Path) ->
     wide = save_random_drafter(tmp_path / "wide", hidden_size=40)
     assert "hidden_size is 40" in ask("--drafter", str(wide), *FAST)
     (tmp_path / "wide" / "model.safetensors").write_bytes(b"not tensors")
-    assert "model.safetensors" in ask("--drafter", str(wide), *FAST)
+    assert "damaged" in ask("--drafter", str(wide), *FAST)
     unsure = save_random_drafter(tmp_path / "unsure", confidence=False)
     assert "confidence" in ask("--drafter", str(unsure), "--scheduler", "threshold", "--threshold", "0.5", *FAST)
     assert "300" in complaint("generate", "x" * 300, "--raw", "--model", model, "--drafter", "none", *FAST)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from dspark.chat import ChatFormat
 from dspark.core import Completion, RoundRecord, SamplingParams
@@ -124,9 +125,11 @@ class Bundle:
 
 
 def _load_drafter(spec: str, target: Target) -> Drafter:
-    """The drafter, with a remedy added where nobody chose the one that does not serve."""
+    """The drafter; the message has a remedy where nobody chose the one that does not serve, or its file is damaged."""
     try:
         return load_drafter(spec, target)
+    except SafetensorError as error:
+        raise CheckpointError(f"the weights of drafter {spec} are damaged ({error}); copy or train it again") from error
     except CheckpointError as error:
         if spec != "default":
             raise
