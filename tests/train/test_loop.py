@@ -12,7 +12,7 @@ from dspark.maths.losses import LossAlphas, slot_losses, slot_weights
 from dspark.models.backbone import BlockBatch, DraftModel
 from dspark.models.draft_config import DraftConfig
 from dspark.train.config import TrainConfig
-from dspark.train.loop import choose_samples, make_shared, run_blocks, step_parts
+from dspark.train.loop import choose_samples, make_shared, run_blocks, run_states, step_parts
 
 VOCAB, HIDDEN = 13, 8
 
@@ -137,3 +137,27 @@ def test_anchors_of_a_step_depend_on_seed_and_step_alone() -> None:
 
     assert len(anchors(0, 1)) == config.slots_per_step // config.block_size
     assert anchors(0, 1) == anchors(0, 1) != anchors(1, 1) != anchors(0, 2)
+
+
+def test_the_state_loss_is_the_relative_error_of_the_anchors_slot() -> None:
+    target = TableTarget(vocab_size=VOCAB, order=2, hidden_size=HIDDEN)
+    model = drafter(target).float()
+    shared = make_shared(target, model, torch.float32)
+    s = sample("a", 20, 3, 1)
+    kept = FeatureSource(target, (0, 3), model.draft_token_ids()).get(s)
+    parts = [(s, kept, make_blocks(s.token_ids, s.loss_mask, torch.tensor([5, 9]), 1))]
+    numbers = run_states(model, shared, parts)
+    expected = []
+    for anchor in (5, 9):
+        ids = s.token_ids[: anchor + 1]
+        wanted = target.forward(ids, target.new_memory(rows=1, max_len=20)).final[-1]
+        batch = BlockBatch(kept.features[:anchor], [anchor], torch.tensor([anchor]), ids[-1:], [1])
+        h = model(batch, target.embed(ids[-1:]), target.embed(torch.tensor(2)), 1)[0, 0]
+        expected.append(((h - wanted) ** 2).sum() / (wanted**2).sum())
+    torch.testing.assert_close(numbers.loss, torch.stack(expected).mean())
+
+
+def test_states_come_first_and_take_more_anchors() -> None:
+    config = TrainConfig(steps=10, state_steps=2, state_slots=50, slots_per_step=21)
+    assert [config.block_at(s) for s in range(4)] == [1, 1, 7, 7]
+    assert [config.slots_at(s) for s in range(4)] == [50, 50, 21, 21]

@@ -41,14 +41,15 @@ class SampleFeatures:
     start: int
     top_ids: Int[Tensor, "positions top"]  # draft ids, int32
     top_probs: Float[Tensor, "positions top"]  # 0 where the token is outside the draft vocabulary
+    states: Float[Tensor, "positions hidden"]  # after the final norm: what the head reads
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.features, self.top_ids, self.top_probs))
+        return sum(t.numel() * t.element_size() for t in (self.features, self.top_ids, self.top_probs, self.states))
 
     def sparse_target(self, positions: Int[Tensor, "*rows"]) -> SparseTarget:
         """The distributions at ``positions`` (each at least ``start``), flattened."""
-        rows = (positions - self.start).flatten()
+        rows = (positions - self.start).flatten().to(self.top_ids.device)
         return SparseTarget(self.top_ids[rows].long(), self.top_probs[rows].float())
 
 
@@ -65,7 +66,7 @@ class FeatureSource:
         memory_bytes: int = 8 << 30,
     ) -> None:
         """``draft_ids`` lists the target ids of the draft vocabulary; ``top`` entries are kept per position."""
-        self.target, self.taps, self.draft_ids = target, taps, draft_ids
+        self.target, self.taps, self.draft_ids = target, taps, draft_ids.to(target.info.device)
         self.top, self.memory_bytes, self.used_bytes = min(top, draft_ids.shape[0]), memory_bytes, 0
         self.computed = 0  # target passes so far
         self._kept: OrderedDict[str, SampleFeatures] = OrderedDict()
@@ -101,4 +102,5 @@ class FeatureSource:
             ids.append(picked.int())
             probs.append((values.float() - norm).exp().to(output.final.dtype))
         features = output.features.clone()
-        return SampleFeatures(features, start, torch.cat(ids), torch.cat(probs))
+        states = output.final[start : tokens - 1].clone()
+        return SampleFeatures(features, start, torch.cat(ids), torch.cat(probs), states)

@@ -99,7 +99,8 @@ class _ChunkedLoss(torch.autograd.Function):
         matrix = head if w2 is None else torch.cat((head, w2.to(compute)), 1)
         d_prev = torch.empty_like(prev) if prev is not None else None
         d_w2 = torch.zeros_like(w2, dtype=torch.promote_types(compute, torch.float32)) if w2 is not None else None
-        stats = [torch.empty(rows, dtype=d_w2.dtype if d_w2 is not None else torch.float32) for _ in range(3)]
+        wide = torch.promote_types(compute, torch.float32)
+        stats = [torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3)]
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
             x = hidden[part] if prev is None else torch.cat((hidden[part], prev[part]), 1)

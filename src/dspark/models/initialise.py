@@ -54,7 +54,7 @@ def from_target(model: DraftModel, tensors: dict[str, Tensor]) -> None:
     _copy(own["norm.weight"], tensors, "model.norm.weight")
     _copy(own["hidden_norm.weight"], tensors, f"model.layers.{first}.input_layernorm.weight")
     fc = model.fc.weight.data.mul_(0.1)
-    fc[:, -config.hidden_size :] += torch.eye(config.hidden_size)
+    fc[:, -config.hidden_size :] += torch.eye(config.hidden_size, device=fc.device)
 
 
 def _copy(parameter: Tensor, tensors: dict[str, Tensor], name: str) -> None:
@@ -90,15 +90,16 @@ def fit_bigram(
     generator = torch.Generator().manual_seed(seed)
     steps = max(1, int(passes * prev_ids.shape[0] / rows))
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
-    one = torch.ones(rows, 1, dtype=dtype)
-    void = SparseTarget(torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1))
+    device = head.markov_w1.weight.device
+    one, base = torch.ones(rows, 1, dtype=dtype, device=device), base.to(device)
+    void = SparseTarget(torch.zeros(rows, 1, dtype=torch.long, device=device), torch.zeros(rows, 1, device=device))
     tail: list[float] = []
     for step in range(steps):
         picked = torch.randint(prev_ids.shape[0], (rows,), generator=generator)
-        labels = next_draft_ids[picked]
+        labels = next_draft_ids[picked].to(device)
         weights = (labels >= 0).float()
         weights /= weights.sum().clamp(min=1)
-        prev = F.embedding(prev_ids[picked], head.markov_w1.weight).to(dtype)
+        prev = F.embedding(prev_ids[picked].to(device), head.markov_w1.weight).to(dtype)
         total, _ = chunked_losses(
             one, prev, head.markov_w2.weight, base, void, labels, weights, alphas=LossAlphas(1.0, 0.0, 0.0)
         )

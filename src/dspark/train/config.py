@@ -50,6 +50,8 @@ class TrainConfig:
 
     # the steps
     steps: int = 4000
+    state_steps: int = 0  # first steps, in which the anchor's slot alone learns the target's final state
+    state_slots: int = 4096  # anchors per such step; they cost no product over the vocabulary
     sequences_per_step: int = 8
     fresh_per_step: int = 1  # sequences a step sees for the first time; the others are replayed from those seen
     slots_per_step: int = 1792  # supervised slots aimed at; anchors per sequence follow from it
@@ -102,10 +104,16 @@ class TrainConfig:
                 raise ConfigError(f"{path} does not exist; answers and prompts name JSONL files")
 
     def block_at(self, train_step: int) -> int:
-        """Block size of a step under the curriculum."""
+        """Block size of a step: 1 while states are learned, then as the curriculum says."""
+        if train_step < self.state_steps:
+            return 1
         done = train_step / self.steps
         size = next(size for until, size in self.curriculum if done < until or until >= 1.0)
         return min(size or self.block_size, self.block_size)
+
+    def slots_at(self, train_step: int) -> int:
+        """Supervised slots that a step aims at."""
+        return self.state_slots if train_step < self.state_steps else self.slots_per_step
 
     def soft_share(self, train_step: int) -> float:
         """Share of the loss that soft cross-entropy has at a step: 1 at first, 0 from ``soft_until`` on."""

@@ -47,7 +47,7 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class Shared:
-    """The frozen parts of the target that training reads, in the compute dtype."""
+    """The frozen parts of the target that training reads, in the compute dtype, on the target's device."""
 
     target: Target
     head: Float[Tensor, "draft_vocab hidden"]
@@ -58,11 +58,12 @@ class Shared:
 
 def make_shared(target: Target, model: DraftModel, dtype: torch.dtype) -> Shared:
     """Slice the head to the draft vocabulary and embed the mask token, once."""
-    ids = model.draft_token_ids()
-    to_draft = torch.full((model.config.vocab_size,), -1, dtype=torch.long)
-    to_draft[ids] = torch.arange(ids.shape[0])
+    device = target.info.device
+    ids = model.draft_token_ids().to(device)
+    to_draft = torch.full((model.config.vocab_size,), -1, dtype=torch.long, device=device)
+    to_draft[ids] = torch.arange(ids.shape[0], device=device)
     head = target.head_weight().index_select(0, ids).to(dtype).contiguous()
-    mask = target.embed(torch.tensor([model.config.mask_token_id]))[0].to(dtype)
+    mask = target.embed(torch.tensor([model.config.mask_token_id], device=device))[0].to(dtype)
     return Shared(target, head, to_draft, mask, dtype)
 
 
@@ -97,19 +98,11 @@ def run_blocks(
     alphas: LossAlphas,
 ) -> StepNumbers:
     """One forward pass over the blocks of several samples, and its loss (gradients of the head part come with it)."""
-    contexts = [int(blocks.anchors[-1]) for _, _, blocks in parts]
-    anchors = torch.cat([blocks.anchors for _, _, blocks in parts])
-    prev_ids = torch.cat([blocks.prev_ids for _, _, blocks in parts])
-    labels = torch.cat([blocks.labels for _, _, blocks in parts])
-    supervised = torch.cat([blocks.supervised for _, _, blocks in parts])
-    batch = BlockBatch(
-        torch.cat([kept.features[:rows] for (_, kept, _), rows in zip(parts, contexts, strict=True)]).to(shared.dtype),
-        contexts,
-        anchors,
-        prev_ids[:, 0],
-        [blocks.anchors.shape[0] for _, _, blocks in parts],
-    )
-    hidden = model(batch, shared.target.embed(prev_ids[:, 0]).to(shared.dtype), shared.mask_embed, block_size)
+    device = shared.head.device
+    prev_ids = torch.cat([blocks.prev_ids for _, _, blocks in parts]).to(device)
+    labels = torch.cat([blocks.labels for _, _, blocks in parts]).to(device)
+    supervised = torch.cat([blocks.supervised for _, _, blocks in parts]).to(device)
+    hidden = _hidden(model, shared, parts, block_size)
 
     weights = slot_weights(supervised, config.loss_decay)
     weights = weights / weights.sum().clamp(min=1e-6)
@@ -133,7 +126,8 @@ def run_blocks(
     if model.confidence_head is not None:
         confidence_loss, error = _confidence_loss(model, rows, prev, slots, weights.flatten()[keep], config)
         loss = loss + config.alpha_confidence * confidence_loss
-    rate = torch.zeros(supervised.numel()).index_put_((keep,), slots.acceptance_rate.float()).view_as(weights)
+    rate = torch.zeros(supervised.numel(), device=device).index_put_((keep,), slots.acceptance_rate.float())
+    rate = rate.view_as(weights)
     counts = supervised.sum(0).clamp(min=1)
     lengths = expected_acceptance_length(rate, supervised)
     mean = weights.flatten()[keep]
@@ -144,8 +138,45 @@ def run_blocks(
         error,
         float((slots.ce * mean).sum()),
         float((slots.l1 * mean).sum()),
-        anchors.shape[0],
+        supervised.shape[0],
     )
+
+
+def run_states(
+    model: DraftModel, shared: Shared, parts: Sequence[tuple[Sample, SampleFeatures, Blocks]]
+) -> StepNumbers:
+    """One forward pass of blocks of one slot, and the relative squared error of h_0 against the target's final state.
+
+    Given the anchor and the context, that state is certain, and matching it matches the logits, since the head is
+    shared. Every channel carries a signal, and no product over the vocabulary is needed: a cheap start for the
+    backbone.
+    """
+    hidden = _hidden(model, shared, parts, 1).flatten(0, 1).float()
+    wanted = torch.cat([kept.states[blocks.anchors - kept.start] for _, kept, blocks in parts]).float()
+    errors = (hidden - wanted).square().sum(-1) / wanted.square().sum(-1)
+    nan = float("nan")
+    return StepNumbers(errors.mean(), nan, torch.full((1,), nan), nan, nan, nan, errors.shape[0])
+
+
+def _hidden(
+    model: DraftModel,
+    shared: Shared,
+    parts: Sequence[tuple[Sample, SampleFeatures, Blocks]],
+    block_size: int,
+) -> Float[Tensor, "blocks block hidden"]:
+    """The backbone's states of every slot; a sample's context is cut at its last anchor."""
+    contexts = [int(blocks.anchors[-1]) for _, _, blocks in parts]
+    features = [kept.features[:rows] for (_, kept, _), rows in zip(parts, contexts, strict=True)]
+    device = shared.head.device
+    anchor_ids = torch.cat([blocks.prev_ids[:, 0] for _, _, blocks in parts]).to(device)
+    batch = BlockBatch(
+        torch.cat(features).to(shared.dtype),
+        contexts,
+        torch.cat([blocks.anchors for _, _, blocks in parts]).to(device),
+        anchor_ids,
+        [blocks.anchors.shape[0] for _, _, blocks in parts],
+    )
+    return model(batch, shared.target.embed(anchor_ids).to(shared.dtype), shared.mask_embed, block_size)
 
 
 def _targets(
@@ -184,7 +215,7 @@ def step_parts(
     """Features and freshly drawn blocks of a step's samples."""
     size = config.block_at(train_step)
     generator = step_generator(config.seed, train_step, 3)
-    count = max(1, config.slots_per_step // (size * len(samples)))
+    count = max(1, config.slots_at(train_step) // (size * len(samples)))
     parts = []
     for sample in samples:
         anchors = sample_anchors(sample.loss_mask, count, generator)
@@ -210,7 +241,10 @@ def train_step(
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
-    numbers = run_blocks(model, shared, parts, config, block_size=config.block_at(step), alphas=alphas)
+    if step < config.state_steps:
+        numbers = run_states(model, shared, parts)
+    else:
+        numbers = run_blocks(model, shared, parts, config, block_size=config.block_at(step), alphas=alphas)
     numbers.loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimizer.step()

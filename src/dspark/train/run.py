@@ -164,6 +164,7 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
     if model.d2t is not None:
         ids = choose_draft_vocab(counts, model.config.output_size, corpus.chat.stop_token_ids)
         model.d2t.copy_(ids - torch.arange(ids.shape[0]))
+    model.to(target.info.device)
     optimizer = make_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
     shared = make_shared(target, model, _compute_dtype(config, target))
     features = features or FeatureSource(
@@ -223,7 +224,11 @@ def _warm_start(run: Run) -> None:
     if run.config.bigram_passes > 0 and run.model.markov_head is not None:
         previous, following = bigram_pairs(run.corpus.training)
         nats = fit_bigram(
-            run.model, previous, run.shared.to_draft[following], passes=run.config.bigram_passes, dtype=run.shared.dtype
+            run.model,
+            previous,
+            run.shared.to_draft.cpu()[following],
+            passes=run.config.bigram_passes,
+            dtype=run.shared.dtype,
         )
         _log(run.folder, {"bigram_nats": nats})
 

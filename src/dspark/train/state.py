@@ -32,8 +32,8 @@ def save_state(
 ) -> None:
     """Write masters, moments and ``facts`` (JSON) as of ``train_step`` finished steps; keep the newest ``keep``
     states."""
-    tensors: dict[str, Tensor] = {f"model/{k}": v.contiguous() for k, v in model.state_dict().items()}
-    tensors |= {f"optim/{k}": v.contiguous() for k, v in optimizer_tensors(optimizer, model).items()}
+    tensors: dict[str, Tensor] = {f"model/{k}": v.contiguous().cpu() for k, v in model.state_dict().items()}
+    tensors |= {f"optim/{k}": v.contiguous().cpu() for k, v in optimizer_tensors(optimizer, model).items()}
     with atomic_folder(run / f"state-{train_step:08d}", existing="keep") as folder:
         save_file(tensors, folder / "state.safetensors")
         (folder / "facts.json").write_text(json.dumps({"train_step": train_step, **facts}))
