@@ -29,6 +29,7 @@ STAGE = {"core", "errors", "artifacts", "maths", "models", "chat", "decode"}
 BELOW |= {"data": STAGE, "train": STAGE | {"data"}, "evaluate": STAGE}
 BELOW |= {"bundle": STAGE | {"evaluate"}}
 BELOW |= {"console": STAGE | {"evaluate", "bundle"}, "train_cli": STAGE | {"evaluate", "bundle", "train", "data"}}
+BELOW |= {"answers_cli": STAGE | {"data"}}
 BELOW |= {"cli": {*BELOW}}
 
 PUBLIC = {

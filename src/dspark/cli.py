@@ -204,6 +204,46 @@ def chat(
 
 
 @app.command()
+def answers(
+    prompts: Annotated[
+        list[Path],
+        typer.Option("--prompts", help="JSONL with `id` and `turns` (the first is answered); may be repeated."),
+    ],
+    out: Annotated[Path, typer.Option(help="JSONL of answers; what it holds already is kept and not done again.")],
+    model: Model = "smollm2",
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    samples: Annotated[int, typer.Option(min=1, help="Answers per prompt.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Answers under way at a time.")] = 32,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts to answer, from the first; default: all.")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    implementation: Implementation = "auto",
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Let the model answer prompts for `train`; the same command goes on with an interrupted file."""
+    from dspark import answers_cli
+    from dspark.core import SamplingParams
+
+    answers_cli.run(
+        prompts,
+        out,
+        model=model,
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        rows=rows,
+        limit=limit,
+        **_place(dtype, device, implementation, threads, trust_remote_code),
+    )
+
+
+@app.command()
 def train(
     answers: Annotated[list[Path], typer.Option("--answers", help="JSONL with the target's answers; may be repeated.")],
     prompts: Annotated[list[Path], typer.Option("--prompts", help="JSONL with their prompts; may be repeated.")],

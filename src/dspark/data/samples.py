@@ -27,8 +27,9 @@ def read_prompts(paths: Iterable[str | Path]) -> dict[str, dict]:
     for path in paths:
         for number, row in enumerate(read_jsonl(Path(path)), 1):
             turns = row.get("turns")
-            if not isinstance(row.get("id"), str) or not isinstance(turns, list) or not turns:
-                raise DataError(f"{path}:{number}: a prompt needs a string `id` and a non-empty list `turns`")
+            texts = isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)
+            if not isinstance(row.get("id"), str) or not texts:
+                raise DataError(f"{path}:{number}: a prompt needs a string `id` and a non-empty list of texts, `turns`")
             if row["id"] in prompts and prompts[row["id"]]["turns"] != turns:
                 raise DataError(f"{path}:{number}: id {row['id']!r} was given before with other turns")
             prompts[row["id"]] = row
@@ -41,16 +42,20 @@ def read_samples(
     """All answers as samples, prompt and answer cut together at ``max_tokens`` on the right; an answer cut away is
     left out.
 
-    Raises :class:`DataError` when an answer names an unknown prompt: prompts and answers then do not belong together.
+    Raises :class:`DataError` for a row that is no answer, or names an unknown prompt: prompts and answers then do not
+    belong together.
     """
     samples = []
     for path in answers:
         for number, row in enumerate(read_jsonl(Path(path)), 1):
-            prompt = prompts.get(row.get("id", ""))
+            prompt = prompts.get(row["id"]) if isinstance(row.get("id"), str) else None
             if prompt is None:
                 raise DataError(f"{path}:{number}: answer to {row.get('id')!r}, which no prompts file holds")
+            answer_ids = row.get("answer_ids")
+            if not isinstance(answer_ids, list) or not all(type(token) is int for token in answer_ids):
+                raise DataError(f"{path}:{number}: an answer needs a list of token ids, `answer_ids`")
             messages = [{"role": "user", "content": prompt["turns"][0]}]
-            encoded = chat.training_example(messages, row["answer_ids"])
+            encoded = chat.training_example(messages, answer_ids)
             ids = torch.tensor(encoded.token_ids[:max_tokens], dtype=torch.long)
             mask = torch.tensor(encoded.loss_mask[:max_tokens], dtype=torch.bool)
             if int(mask.sum()) >= 2:

@@ -1,0 +1,274 @@
+"""Answers of the target to training prompts, with a continuous batch: a row that ends is refilled before the next pass.
+
+A drafter learns from what its target says, so the target answers every prompt itself, and the ids are kept as drawn.
+Each job, a sample of a prompt, has a random stream of its own, and its i-th token uses the stream's i-th uniform. So in
+exact arithmetic an answer does not depend on its neighbours, on the number of rows, on the order of the jobs or on a
+resume: it is the one that :func:`dspark.decode.generate` gives without a drafter for the seed :func:`job_seed`. (bf16
+products of other batch sizes round otherwise; an answer then keeps its distribution, not its tokens.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dspark.chat import ChatFormat
+from dspark.core import SamplingParams
+from dspark.errors import ConfigError, DataError, RequestError
+from dspark.maths.sampling import RequestStreams, inverse_cdf, target_probs, uniforms
+from dspark.models.target import KVMemory, Target
+
+PREFILL_TOKENS = 2048  # most prompt tokens of one pass, if they are more than one prompt; bounds its activations
+BLOCK = 256  # tokens of the vocabulary that the first level of a draw takes together; about its square root
+NAMED = 8  # skipped prompts that the log names
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One sample of one prompt."""
+
+    id: str  # of the prompt
+    sample: int  # 0, 1, ... of this prompt
+    domain: str
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A finished job. ``token_ids`` end with the stop token unless ``finish_reason`` is "length"."""
+
+    job: Job
+    token_ids: tuple[int, ...]
+    finish_reason: str  # "stop" | "length": max_new_tokens, or the end of the target's context
+
+    def row(self, chat: ChatFormat) -> dict[str, Any]:  # Any: whatever JSON holds
+        """The answer as a line of an answers file; its text is without the stop token."""
+        text_ids = self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+        return {
+            "id": self.job.id,
+            "sample": self.job.sample,
+            "domain": self.job.domain,
+            "answer": chat.decode(text_ids),
+            "answer_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobList:
+    """What there is to do, and the ids of prompts that no answer fits behind."""
+
+    jobs: tuple[Job, ...]
+    skipped: tuple[str, ...]
+
+
+def make_jobs(
+    prompts: Mapping[str, Mapping[str, Any]],
+    chat: ChatFormat,
+    *,
+    samples: int,
+    max_len: int,
+    done: Collection[tuple[str, int]] = (),
+) -> JobList:
+    """Jobs for the first turn of every prompt, all first samples before the second ones; ``done`` (id, sample) are
+    left out.
+
+    A prompt of ``max_len`` tokens or more, the target's context, leaves no room for an answer: it is skipped, named,
+    and logged. Raises :class:`DataError` naming the prompt that cannot be rendered.
+    """
+    encoded: dict[str, tuple[int, ...]] = {}
+    skipped = []
+    for key, prompt in prompts.items():
+        if all((key, sample) in done for sample in range(samples)):
+            continue
+        try:
+            ids = tuple(chat.prompt_ids([{"role": "user", "content": prompt["turns"][0]}]))
+        except DataError as error:
+            raise DataError(f"prompt {key!r}: {error}") from None
+        if len(ids) < max_len:
+            encoded[key] = ids
+        else:
+            skipped.append(key)
+    if skipped:
+        _log.warning(
+            "%d prompts are skipped, %d tokens (the context limit) or longer: %s%s",
+            len(skipped),
+            max_len,
+            ", ".join(skipped[:NAMED]),
+            ", ..." if len(skipped) > NAMED else "",
+        )
+    jobs = tuple(
+        Job(id=key, sample=sample, domain=prompts[key].get("domain", "all"), prompt_ids=ids)
+        for sample in range(samples)
+        for key, ids in encoded.items()
+        if (key, sample) not in done
+    )
+    return JobList(jobs=jobs, skipped=tuple(skipped))
+
+
+def job_seed(seed: int, prompt_id: str, sample: int) -> int:
+    """Seed of one job's streams, 128 bits of a hash: near seeds and ids give unrelated ones."""
+    return int.from_bytes(hashlib.sha256(f"{seed}\n{sample}\n{prompt_id}".encode()).digest()[:16], "big")
+
+
+# --- the continuous batch --------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class _Slot:
+    """A row of the memory with the job it works on."""
+
+    job: Job
+    uniforms: list[float]  # one per token that the answer may have
+    pending: list[int]  # tokens that the target has not seen: the prompt, then the latest token
+    drawn: list[int] = field(default_factory=list)
+
+
+def sample_answers(
+    target: Target,
+    jobs: Sequence[Job],
+    *,
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int],
+    rows: int = 32,
+    on_pass: Callable[[int], object] = lambda tokens: None,
+) -> Iterator[Answer]:
+    """Answer every job, up to ``rows`` of them at a time; answers come in the order in which they end.
+
+    ``sampling.seed`` is the run's; each job's own derives from it. An answer has 1..``max_new_tokens`` tokens, fewer
+    where the context ends. The KV memory is as long as the longest job. ``on_pass`` is told the tokens drawn after
+    each target pass. Raises :class:`ConfigError` for a number below 1, :class:`RequestError` for a job without prompt
+    or room.
+    """
+    for name, value in (("rows", rows), ("max_new_tokens", max_new_tokens)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be 1 or more")
+    most = target.info.max_len - 1
+    for job in jobs:
+        if not 0 < len(job.prompt_ids) <= most:
+            raise RequestError(
+                f"prompt {job.id!r} has {len(job.prompt_ids)} tokens; it must have 1..{most} to leave room for an answer"
+            )
+    return _answers(target, jobs, sampling, max_new_tokens, frozenset(stop_token_ids), rows, on_pass)
+
+
+def _answers(
+    target: Target,
+    jobs: Sequence[Job],
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    stops: frozenset[int],
+    rows: int,
+    on_pass: Callable[[int], object],
+) -> Iterator[Answer]:
+    """Fill the free rows, run one pass, hand out what has ended; until nothing is left."""
+    if not jobs:
+        return
+    longest = min(max(len(job.prompt_ids) for job in jobs) + max_new_tokens, target.info.max_len)
+    memory = target.new_memory(rows=min(rows, len(jobs)), max_len=longest)
+    waiting = iter(jobs)
+    slots: dict[int, _Slot] = {}
+    while True:
+        free = (row for row in range(memory.rows) if row not in slots)
+        for row, job in zip(free, islice(waiting, memory.rows - len(slots)), strict=False):
+            memory.rollback(row, 0)
+            slots[row] = _open(job, sampling.seed, min(max_new_tokens, target.info.max_len - len(job.prompt_ids)))
+        if not slots:
+            return
+        chosen = _rows_of_pass(slots)
+        tokens = _pass(target, memory, {row: slots[row] for row in chosen}, sampling)
+        on_pass(len(chosen))
+        for row, token in zip(chosen, tokens, strict=True):
+            slot = slots[row]
+            slot.drawn.append(token)
+            slot.pending = [token]
+            if token in stops or len(slot.drawn) == len(slot.uniforms):
+                del slots[row]
+                reason = "stop" if token in stops else "length"
+                yield Answer(job=slot.job, token_ids=tuple(slot.drawn), finish_reason=reason)
+
+
+def _open(job: Job, seed: int, room: int) -> _Slot:
+    stream = RequestStreams.from_seed(job_seed(seed, job.id, job.sample)).residual
+    return _Slot(job=job, uniforms=uniforms(room, stream).tolist(), pending=list(job.prompt_ids))
+
+
+def _rows_of_pass(slots: Mapping[int, _Slot]) -> list[int]:
+    """Rows of the next pass: new prompts first and by themselves, within :data:`PREFILL_TOKENS`; else everyone."""
+    chosen: list[int] = []
+    total = 0
+    for row in sorted(row for row in slots if not slots[row].drawn):
+        total += len(slots[row].pending)
+        if chosen and total > PREFILL_TOKENS:
+            break
+        chosen.append(row)
+    return chosen or sorted(slots)
+
+
+def _pass(target: Target, memory: KVMemory, slots: Mapping[int, _Slot], sampling: SamplingParams) -> list[int]:
+    """One target pass over the rows of ``slots``, and the next token of each."""
+    device = target.info.device
+    token_ids = torch.tensor([token for slot in slots.values() for token in slot.pending], device=device)
+    counts = [len(slot.pending) for slot in slots.values()]
+    output = target.forward(token_ids, memory, rows=tuple(slots), counts=counts, last_only=True)
+    assert output.logits is not None
+    shares = [slot.uniforms[len(slot.drawn)] for slot in slots.values()]
+    return draw_tokens(output.logits, sampling, torch.tensor(shares, dtype=torch.float64, device=device)).tolist()
+
+
+# --- drawing a token per row -----------------------------------------------------------------------------------------
+
+
+def draw_tokens(
+    logits: Float[Tensor, "rows vocab"], params: SamplingParams, u: Float[Tensor, "rows"], *, fast: bool = True
+) -> Int[Tensor, "rows"]:
+    """One token per row from the distribution that ``params`` makes of ``logits``, at the shares ``u`` in [0, 1) of
+    its mass.
+
+    ``fast`` False is the plain version. The fast one needs neither normalised probabilities nor a running sum over the
+    vocabulary: at a temperature alone it takes one exponential per token, and sums by blocks. The weights are the same
+    fp32 numbers in both, and all sums are float64, so the two differ only where ``u`` lies within the plain version's
+    own rounding (a relative 2**-24, when it normalises in fp32) of the edge between two tokens.
+    """
+    if params.greedy and fast:
+        return logits.argmax(1)
+    if not fast:
+        return inverse_cdf(target_probs(logits, params), u)
+    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+        return blockwise_inverse_cdf(target_probs(logits, params), u)
+    weights = logits.to(torch.float32, copy=True)
+    weights.sub_(weights.amax(1, keepdim=True)).div_(params.temperature).exp_()
+    return blockwise_inverse_cdf(weights, u)
+
+
+def blockwise_inverse_cdf(
+    weights: Float[Tensor, "rows vocab"], u: Float[Tensor, "rows"], *, block: int = BLOCK
+) -> Int[Tensor, "rows"]:
+    """:func:`~dspark.maths.sampling.inverse_cdf` in two levels: a block of tokens by its sum, then a token within it.
+
+    A running sum over the vocabulary in float64, a comparison and a search read some twenty bytes a token; this reads
+    four. The share of ``u`` that is left for the block is stretched to [0, 1) of the block's own mass, so no rounding
+    between the two levels can point outside it. Raises :class:`RequestError` as the plain version does.
+    """
+    rows, vocab = weights.shape
+    whole = vocab // block * block
+    sums = weights[:, :whole].view(rows, -1, block).sum(2, dtype=torch.float64)
+    if whole < vocab:
+        sums = torch.cat((sums, weights[:, whole:].sum(1, keepdim=True, dtype=torch.float64)), 1)
+    chosen = inverse_cdf(sums, u)[:, None]
+    cdf, mass = sums.cumsum(1), sums.gather(1, chosen)
+    left = (u[:, None] * cdf[:, -1:] - (cdf.gather(1, chosen) - mass)) / mass
+    places = chosen * block + torch.arange(block, device=weights.device)
+    part = weights.gather(1, places.clamp(max=vocab - 1)).masked_fill_(places >= vocab, 0.0)
+    return chosen[:, 0] * block + inverse_cdf(part, left[:, 0].clamp(0.0, 1.0 - 2.0**-53))
