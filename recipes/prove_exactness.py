@@ -33,7 +33,8 @@ from dspark.maths import sampling as sampling_module
 from dspark.maths.sampling import target_probs
 from dspark.models.backbone import DraftModel
 from dspark.models.checkpoint import load_drafter_model
-from dspark.models.drafter import Drafter, DsparkDrafter, NoDrafter
+from dspark.models.drafter import Drafter, NoDrafter
+from dspark.models.dspark import DsparkDrafter
 from dspark.models.loading import load_target
 from dspark.models.ngram import NgramDrafter
 from dspark.models.registry import default_drafter_folder

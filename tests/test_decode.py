@@ -19,7 +19,8 @@ from dspark.maths import sampling as sampling_module
 from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, ThresholdScheduler
 from dspark.models.backbone import DraftModel
 from dspark.models.draft_config import DraftConfig
-from dspark.models.drafter import Drafter, DsparkDrafter, NoDrafter
+from dspark.models.drafter import Drafter, NoDrafter
+from dspark.models.dspark import DsparkDrafter
 from dspark.models.ngram import NgramDrafter
 
 GREEDY = SamplingParams()

@@ -20,7 +20,7 @@ from dspark.data.features import Sample
 from dspark.errors import ConfigError
 from dspark.evaluate.held_out import decoded_acceptance
 from dspark.models.backbone import DraftModel
-from dspark.models.drafter import DsparkDrafter
+from dspark.models.dspark import DsparkDrafter
 from dspark.train.config import TrainConfig
 from dspark.train.run import Evaluate, train
 

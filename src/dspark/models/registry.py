@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dspark.errors import CheckpointError
-from dspark.models.drafter import Drafter, DsparkDrafter, NoDrafter
+from dspark.models.drafter import Drafter, NoDrafter
+from dspark.models.dspark import DsparkDrafter
 from dspark.models.ngram import NgramDrafter
 from dspark.models.target import Target
 

@@ -12,7 +12,7 @@ from dspark.errors import CheckpointError
 from dspark.maths.sampling import target_probs
 from dspark.models.backbone import BlockBatch, DraftModel
 from dspark.models.draft_config import DraftConfig
-from dspark.models.drafter import DsparkDrafter
+from dspark.models.dspark import DsparkDrafter
 
 VOCAB, HIDDEN, GAMMA = 29, 16, 5
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.9)
