@@ -195,6 +195,25 @@ def test_bfloat16_stays_near_float32(pair: Pair) -> None:
     assert error < 1.5 * library_error + 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", BATCHES)
+def test_gpu_equals_cpu(pair: Pair, batch: str) -> None:
+    model, target = pair
+    config = from_transformers(model.config)
+    gpu = LeanTarget(config, dict(model.state_dict()), name="gpu", dtype=torch.float32, device="cuda")
+    rows, pasts, counts = BATCHES[batch]
+    outputs = []
+    for each in (target, gpu):
+        memory = each.new_memory(rows=6, max_len=64)
+        for row, past in zip(rows, pasts, strict=True):
+            if past:
+                each.forward(tokens(past, seed=row).to(each.info.device), memory, rows=[row])
+        ids = tokens(sum(counts), seed=9).to(each.info.device)
+        outputs.append(each.forward(ids, memory, rows=rows, counts=counts, taps=TAPS))
+    for part in ("logits", "features", "final"):
+        torch.testing.assert_close(getattr(outputs[1], part).cpu(), getattr(outputs[0], part), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("taps", [(LAYERS - 1,), (-2,), (1, 0), (1, 1)])
 def test_illegal_taps_are_refused(pairs: Callable[[str], Pair], taps: tuple[int, ...]) -> None:
     _, target = pairs("llama")

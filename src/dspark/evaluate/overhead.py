@@ -31,7 +31,7 @@ class PassTime:
 def measure_overhead(
     target: LeanTarget, *, sizes: Sequence[int] = (1, 4, 8, 16), context: int = 200, repeats: int = 20
 ) -> list[PassTime]:
-    """Time passes of ``sizes`` new tokens behind ``context`` others, and the bare products, interleaved.
+    """Time passes of ``sizes`` new tokens behind ``context`` others, and the bare products, interleaved; on a CPU.
 
     The products touch every weight in the order of a pass, so they find the caches as a pass does.
     """
@@ -47,7 +47,9 @@ def measure_overhead(
             middle = time.perf_counter()
             memory.rollback(0, context)
             inputs = {
-                product.in_features: torch.ones(size, product.in_features, dtype=target.info.dtype)
+                product.in_features: torch.ones(
+                    size, product.in_features, dtype=target.info.dtype, device=target.info.device
+                )
                 for product in target.products
             }
             start = time.perf_counter()
