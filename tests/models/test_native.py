@@ -236,3 +236,34 @@ def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path: Path, monkeyp
     native._build.cache_clear()
     assert native_ops(config, torch.float32, CPU) is not None
     native._build.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("quantum", [None, 8])
+def test_a_token_has_the_same_bits_however_many_share_its_pass(dtype: torch.dtype, quantum: int | None) -> None:
+    for name, config in MODELS.items():
+        if config[0] in ("mistral", "gemma3"):
+            continue  # sliding windows: `rows_independent` says no
+        target, _ = both_targets(name, dtype)
+        assert target.rows_independent
+        if quantum is not None:
+            target._quantum = quantum
+        ids = tokens(48)
+
+        def run(pieces: list[int], target: LeanTarget = target, ids: Tensor = ids) -> tuple[Tensor, Tensor, Tensor]:
+            memory = target.new_memory(rows=1, max_len=64)
+            target.forward(ids[:40], memory)
+            outputs = [target.forward(part, memory, taps=(0, 2)) for part in ids[40:].split(pieces)]
+            parts = zip(*((o.logits, o.features, o.final) for o in outputs), strict=True)
+            logits, features, final = (torch.cat(part) for part in parts)
+            return logits, features, final
+
+        whole = run([8])
+        for pieces in ([1] * 8, [3, 5], [2, 1, 4, 1], [7, 1]):
+            for ours, theirs in zip(run(pieces), whole, strict=True):
+                assert torch.equal(ours, theirs), (name, pieces)
+
+
+def test_sliding_windows_are_not_said_to_be_independent() -> None:
+    target, plain = both_targets("mistral (sliding)", torch.float32)
+    assert not target.rows_independent and not plain.rows_independent

@@ -4,6 +4,11 @@ Batch-1 decoding reads every weight once a pass; what is left to save is the tim
 and values are one product, gate and up another, and what lies between two products is one call where a C compiler is at
 hand (:mod:`dspark.models.native`) and a few operations of PyTorch elsewhere (:mod:`dspark.models.plain`).
 
+Few rows. A token's numbers should not depend on how many tokens share its pass: then greedy output with drafts equals
+the output without bit for bit, in bfloat16 too. The compiled operations work row by row; a matrix product may choose
+another kernel for one row than for eight, and where it does (:func:`row_quantum` tries it) short passes are filled up
+to eight rows.
+
 On CUDA the plain operations serve; a captured graph per (rows, count) would remove their launch gaps.
 """
 
@@ -24,6 +29,27 @@ from dspark.models.native import native_ops
 from dspark.models.plain import PlainOps
 from dspark.models.ragged import SHORT_COUNT, check_batch, last_tokens
 from dspark.models.target import KVMemory, TargetInfo, TargetOutput, check_taps
+
+ROW_QUANTUM = 8  # rows of a verification pass: the anchor and seven drafts
+
+
+def row_quantum(products: Sequence[Linear], dtype: torch.dtype) -> int:
+    """Multiple to which the rows of a short pass must be filled up for ``products`` to treat each row alike: 1 or 8.
+
+    1 where a product over fewer rows gives each of them the very bits it has in a product over 8.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tried: set[tuple[int, int]] = set()
+    for product in products:
+        shape = (product.out_features, product.in_features)
+        if shape in tried:
+            continue
+        tried.add(shape)
+        x = torch.randn(ROW_QUANTUM, product.in_features, generator=generator).to(dtype)
+        whole = product(x)
+        if any(not torch.equal(product(x[-rows:]), whole[-rows:]) for rows in range(1, ROW_QUANTUM)):
+            return ROW_QUANTUM
+    return 1
 
 
 class LeanTarget:
@@ -65,11 +91,21 @@ class LeanTarget:
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._plain = PlainOps(config, dtype, self.info.device)
         self._native = native_ops(config, dtype, self.info.device) if native else None
+        with torch.inference_mode():
+            self._quantum = row_quantum(self.products, dtype) if self._native else 1
 
     @property
     def native(self) -> bool:
         """Whether compiled operations run between the products."""
         return self._native is not None
+
+    @property
+    def rows_independent(self) -> bool:
+        """Whether a token's numbers are the same bits in a pass of its own and among seven others.
+
+        Not so without compiled operations, and not with sliding windows, whose first key moves with the pass.
+        """
+        return self._native is not None and not any(layer.slides for layer in self._layers)
 
     @property
     def products(self) -> list[Linear]:
@@ -91,7 +127,8 @@ class LeanTarget:
     def logits(self, final: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits of final-norm states, soft-cap applied."""
         with torch.no_grad():
-            logits, cap = self._head(final), self.config.final_softcap
+            rows, cap = final.shape[0], self.config.final_softcap
+            logits = self._head(self._fill(final))[:rows] if rows <= SHORT_COUNT else self._head(final)
             return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def head_weight(self) -> Float[Tensor, "vocab hidden"]:
@@ -139,7 +176,10 @@ class LeanTarget:
         attend = attention.attention(
             memory, rows, counts, self._layers, lambda rope: self._angles(rope, memory.max_len)
         )
+        tokens = token_ids.shape[0]
         x = self.embed(token_ids)
+        if attention is self._native:
+            x = self._fill(x)
         tapped = [x] if -1 in taps else []
         h = ops.norm(x, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
@@ -154,7 +194,12 @@ class LeanTarget:
             x, h = ops.add_norm(x, h, following)
             if i in taps:
                 tapped.append(x)
-        return h, tapped
+        return h[:tokens], [state[:tokens] for state in tapped]
+
+    def _fill(self, x: Tensor) -> Tensor:
+        """``x`` with rows of zeros up to the next multiple of the row quantum."""
+        missing = -x.shape[0] % self._quantum
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
 
     def _angles(self, rope: Rope, max_len: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of at least ``max_len`` positions, fp32 [positions, head_dim / 2]."""

@@ -98,8 +98,9 @@ class NativeOps:
     ) -> Callable[[int, Tensor], Tensor]:
         """Self-attention for one pass: a function from layer index and [tokens, q, k and v] to [tokens, heads].
 
-        Each token sees the memory's keys of its row up to its own position, so a ragged batch needs neither padding nor
-        masks. ``tables`` gives cosines and sines [positions, head_dim / 2] in fp32.
+        Rows past the batch's tokens are let through as zeros. Each token sees the memory's keys of its row up to its
+        own position, so a ragged batch needs neither padding nor masks. ``tables`` gives cosines and sines
+        [positions, head_dim / 2] in fp32.
         """
         config = self.config
         row_ids = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
@@ -116,9 +117,10 @@ class NativeOps:
         kept = (where, scratch, angles)  # alive as long as the function that holds their addresses
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            layer, (_, scratch, angles) = layers[i], kept
+            layer, angles = layers[i], kept[2]
             cos, sin = angles[layer.slides]
-            out = torch.empty(scratch.shape, dtype=qkv.dtype)
+            out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype)
+            out[len(row_ids) :] = 0  # rows that only fill the products up
             a.qkv, a.out, a.cos, a.sin = qkv.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
             a.keys = base + i * layer_bytes
             a.values = a.keys + half_bytes
