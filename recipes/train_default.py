@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from dspark.train.config import TrainConfig
 from dspark.train.run import train
+from dspark.train_cli import decode_held_out
 
 
 def default_config(
@@ -51,7 +52,14 @@ def main() -> None:
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     config = default_config(args.answers, args.prompts, args.out, steps=args.steps, model=args.model)
-    print(train(config, on_step=lambda line: print(line, flush=True), stop=lambda: time.monotonic() > end))
+    print(
+        train(
+            config,
+            evaluate=decode_held_out,
+            on_step=lambda line: print(line, flush=True),
+            stop=lambda: time.monotonic() > end,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -15,14 +14,13 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from dspark.bundle import Bundle
 from dspark.data.features import Sample
 from dspark.errors import ConfigError
 from dspark.evaluate.held_out import decoded_acceptance
 from dspark.models.backbone import DraftModel
 from dspark.models.dspark import DsparkDrafter
 from dspark.train.config import TrainConfig
-from dspark.train.run import Evaluate, train
+from dspark.train.run import Corpus, train
 
 
 def read_config(given: Mapping[str, Any], assignments: Sequence[str]) -> TrainConfig:
@@ -73,7 +71,7 @@ def run(config: TrainConfig, *, threads: int | None = None) -> bool:
         torch.set_num_threads(threads)
     out = Console(stderr=True, highlight=False)
     with _first_interrupt() as interrupted, _Board(out, config) as board:
-        best = train(config, evaluate=held_out_decoder(config), on_step=board.show, stop=interrupted)
+        best = train(config, evaluate=decode_held_out, on_step=board.show, stop=interrupted)
     if interrupted() and board.step < config.steps:
         out.print("interrupted; the state is saved, and the same command goes on from it")
         return False
@@ -81,25 +79,17 @@ def run(config: TrainConfig, *, threads: int | None = None) -> bool:
     return True
 
 
-def held_out_decoder(config: TrainConfig) -> Evaluate:
-    """The decoding that a run's evaluations ask for; its target is loaded at the first of them."""
-
-    @cache
-    def bundle() -> Bundle:
-        return Bundle.load(config.model, "none", dtype=config.dtype)
-
-    def evaluate(model: DraftModel, samples: Sequence[Sample]) -> dict[str, float]:
-        loaded = bundle()
-        prompts = [(s.domain, s.token_ids[: int(s.loss_mask.nonzero()[0, 0])].tolist()) for s in samples]
-        return decoded_acceptance(
-            loaded.target,
-            DsparkDrafter(model, loaded.target),
-            prompts,
-            max_new_tokens=config.evaluate_tokens,
-            stop_token_ids=loaded.chat.stop_token_ids,
-        )
-
-    return evaluate
+def decode_held_out(
+    corpus: Corpus, config: TrainConfig, model: DraftModel, samples: Sequence[Sample]
+) -> dict[str, float]:
+    """The decoding that a run's evaluations ask for: the samples' prompts, answered with the drafter as it stands."""
+    return decoded_acceptance(
+        corpus.target,
+        DsparkDrafter(model, corpus.target),
+        [(s.domain, s.token_ids[: int(s.loss_mask.nonzero()[0, 0])].tolist()) for s in samples],
+        max_new_tokens=config.evaluate_tokens,
+        stop_token_ids=corpus.chat.stop_token_ids,
+    )
 
 
 class _Board:

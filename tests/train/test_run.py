@@ -107,6 +107,20 @@ def test_resuming_another_run_is_refused_by_field(base: TrainConfig, tmp_path: P
     train(replace(config, steps=3))  # a longer run is the same run
 
 
+def test_a_run_can_begin_where_a_drafter_stands(base: TrainConfig, tmp_path: Path) -> None:
+    first = replace(base, out=str(tmp_path / "first"), steps=3)
+    train(first)
+    origin = load_file(tmp_path / "first" / "last" / "model.safetensors")
+    second = replace(
+        base, out=str(tmp_path / "second"), steps=1, learning_rate=0.0, initialise=str(tmp_path / "first/last")
+    )
+    train(second)
+    again = load_file(tmp_path / "second" / "last" / "model.safetensors")
+    assert again.keys() == origin.keys() and all(torch.equal(again[k], origin[k]) for k in origin)
+    with pytest.raises(ConfigError, match="markov_rank"):
+        train(replace(second, out=str(tmp_path / "third"), markov_rank=8))
+
+
 def test_default_taps_are_z_labs() -> None:
     assert default_taps(30, 5) == (1, 8, 14, 20, 27)
     assert default_taps(30, 3) == (1, 14, 27)

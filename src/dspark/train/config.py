@@ -35,7 +35,9 @@ class TrainConfig:
     confidence_detach: bool = True  # confidence loss trains its own head alone
 
     # the start
-    initialise: str = "target"  # target: from its last layers; fresh: the reference's random start
+    initialise: str = (
+        "target"  # target: from its last layers; fresh: the reference's random start; or a drafter's folder
+    )
     bigram_passes: float = 1.0  # passes over the answers' bigrams for the Markov head's start; 0 skips it
 
     # the loss
@@ -95,8 +97,9 @@ class TrainConfig:
             raise ConfigError(f"fresh_per_step is {self.fresh_per_step}; it must lie in 1..{self.sequences_per_step}")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule is {self.schedule!r}; supported: {', '.join(SCHEDULES)}")
-        if self.initialise not in INITIALISERS:
-            raise ConfigError(f"initialise is {self.initialise!r}; supported: {', '.join(INITIALISERS)}")
+        if self.initialise not in INITIALISERS and not Path(self.initialise).is_dir():
+            known = ", ".join(INITIALISERS)
+            raise ConfigError(f"initialise is {self.initialise!r}; it must be {known} or the folder of a drafter")
         if not self.curriculum or self.curriculum[-1][0] < 1.0:
             raise ConfigError(f"curriculum is {self.curriculum}; its last entry must reach until fraction 1.0")
         for path in (*self.answers, *self.prompts):

@@ -35,14 +35,14 @@ from dspark.data.samples import (
 )
 from dspark.errors import ConfigError
 from dspark.models.backbone import DraftModel
-from dspark.models.checkpoint import save_drafter
+from dspark.models.checkpoint import load_drafter_model, save_drafter
 from dspark.models.draft_config import DraftConfig
 from dspark.models.initialise import fit_bigram, fresh, from_target
 from dspark.models.linear import choose_cpu_dtype
 from dspark.models.loading import load_target
 from dspark.models.target import Target, TargetInfo
 from dspark.models.weights import load_tensors, read_config, resolve_model
-from dspark.train.config import TrainConfig
+from dspark.train.config import INITIALISERS, TrainConfig
 from dspark.train.loop import (
     Shared,
     choose_samples,
@@ -53,8 +53,6 @@ from dspark.train.loop import (
 )
 from dspark.train.optim import learning_rate, make_optimizer
 from dspark.train.state import load_state, save_state
-
-Evaluate = Callable[[DraftModel, Sequence[Sample]], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -139,6 +137,9 @@ def draft_config(config: TrainConfig, target_config: Any, info: TargetInfo, mask
     )
 
 
+Evaluate = Callable[[Corpus, TrainConfig, DraftModel, Sequence[Sample]], dict[str, float]]
+
+
 def load_corpus(config: TrainConfig) -> Corpus:
     """The target and the samples, held-out prompts set apart."""
     place = resolve_model(config.model)
@@ -161,7 +162,9 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
     mask = config.mask_token_id if config.mask_token_id >= 0 else reserved_token(corpus.chat.tokenizer, counts)
     model = DraftModel(draft_config(config, read_config(corpus.place), target.info, mask))
     fresh(model, seed=config.seed)
-    if model.d2t is not None:
+    if config.initialise not in INITIALISERS:
+        _copy_drafter(model, Path(config.initialise))
+    elif model.d2t is not None:
         ids = choose_draft_vocab(counts, model.config.output_size, corpus.chat.stop_token_ids)
         model.d2t.copy_(ids - torch.arange(ids.shape[0]))
     model.to(target.info.device)
@@ -217,8 +220,20 @@ def _compute_dtype(config: TrainConfig, target: Target) -> torch.dtype:
     return choose_cpu_dtype()
 
 
+def _copy_drafter(model: DraftModel, folder: Path) -> None:
+    """Take all parameters and the draft vocabulary of the drafter in ``folder``, which must have the same shape."""
+    origin = load_drafter_model(folder)
+    ours, theirs = model.config.to_json(), origin.config.to_json()
+    changed = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if changed:
+        raise ConfigError(f"initialise is {folder}, whose {', '.join(changed)} differ from the run's; set them alike")
+    model.load_state_dict(origin.state_dict())
+
+
 def _warm_start(run: Run) -> None:
-    """The parameters before the first step."""
+    """The parameters before the first step; a drafter that was copied has them already."""
+    if run.config.initialise not in INITIALISERS:
+        return
     if run.config.initialise == "target":
         from_target(run.model, load_tensors(run.corpus.place))
     if run.config.bigram_passes > 0 and run.model.markov_head is not None:
@@ -302,7 +317,7 @@ def _evaluate(run: Run, evaluate: Evaluate | None) -> dict[str, Any]:
     score = analytic["mean"]
     if evaluate is not None:
         chosen = run.corpus.held_out[:: max(1, len(run.corpus.held_out) // max(1, run.config.evaluate_prompts))]
-        line["held_out_decoded"] = evaluate(run.model, chosen[: run.config.evaluate_prompts])
+        line["held_out_decoded"] = evaluate(run.corpus, run.config, run.model, chosen[: run.config.evaluate_prompts])
         score = line["held_out_decoded"]["acceptance_length"]
     if score > run.best:
         run.best = score
