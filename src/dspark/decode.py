@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.core import Completion, Proposal, RoundRecord, SamplingParams
+from dspark.core import Completion, DraftDistribution, RoundRecord, SamplingParams
 from dspark.errors import RequestError, ScheduleError
 from dspark.maths.rejection import Verdict, verify, verify_greedy
-from dspark.maths.sampling import RequestStreams, draw, target_probs
+from dspark.maths.sampling import RequestStreams, target_probs
 from dspark.maths.scheduling import FixedScheduler, Scheduler
 from dspark.models.drafter import Drafter
 from dspark.models.target import KVMemory, Target
@@ -163,7 +163,7 @@ def _prefill(request: _Request, prompt_ids: Sequence[int]) -> int:
     token_ids = torch.tensor(prompt_ids, dtype=torch.long, device=request.target.info.device)
     output = request.target.forward(token_ids, request.memory, taps=request.drafter.taps, last_only=True)
     request.drafter.extend(request.context, token_ids, output.features)
-    return _judge(request, Proposal(token_ids[:0]), 0, output.logits).next_token
+    return _judge(request, token_ids[:0], None, output.logits).next_token
 
 
 def _round(request: _Request, anchor: int, *, committed: int, scheduler: Scheduler) -> RoundRecord:
@@ -176,12 +176,12 @@ def _round(request: _Request, anchor: int, *, committed: int, scheduler: Schedul
     drafted = time.perf_counter()
 
     verify_len = scheduler.choose(proposal, committed)
-    drafts = proposal.draft_tokens[:verify_len]
     device = request.target.info.device
+    drafts = proposal.draft_tokens[:verify_len].to(device)
     token_ids = torch.cat((torch.tensor([anchor], device=device), drafts))
     forwarding = time.perf_counter()
     output = request.target.forward(token_ids, request.memory, taps=request.drafter.taps)
-    verdict = _judge(request, proposal, verify_len, output.logits)
+    verdict = _judge(request, drafts, proposal.distribution, output.logits)
     verified = time.perf_counter()
 
     run = [*drafts[: verdict.accepted].tolist(), verdict.next_token]
@@ -206,13 +206,9 @@ def _round(request: _Request, anchor: int, *, committed: int, scheduler: Schedul
     )
 
 
-def _judge(request: _Request, proposal: Proposal, verify_len: int, logits: Tensor | None) -> Verdict:
+def _judge(request: _Request, drafts: Tensor, distribution: DraftDistribution | None, logits: Tensor | None) -> Verdict:
     """Verify the scheduled drafts against the target's rows; with no draft, just draw the target's token."""
     assert logits is not None
-    drafts = proposal.draft_tokens[:verify_len]
     if request.sampling.greedy:
         return verify_greedy(drafts, logits.argmax(-1))
-    probs = target_probs(logits, request.sampling)
-    if not verify_len:
-        return Verdict(accepted=0, next_token=draw(probs[0], request.streams.residual))
-    return verify(drafts, proposal.distribution, probs, request.streams)
+    return verify(drafts, distribution, target_probs(logits, request.sampling), request.streams)

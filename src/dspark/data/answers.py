@@ -158,7 +158,7 @@ def sample_answers(
     for job in jobs:
         if not 0 < len(job.prompt_ids) <= most:
             raise RequestError(
-                f"prompt {job.id!r} has {len(job.prompt_ids)} tokens; it must have 1..{most} to leave room for an answer"
+                f"prompt {job.id!r} has {len(job.prompt_ids)} tokens; it must have 1..{most}, so that an answer fits"
             )
     return _answers(target, jobs, sampling, max_new_tokens, frozenset(stop_token_ids), rows, on_pass)
 
