@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import TableTarget, chi_square_p, target_chain
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_chat import MAX_LEN, save_chat_model
 from torch import Tensor
@@ -62,8 +62,8 @@ def some_jobs(count: int = 8, samples: int = 2) -> list[Job]:
 
 def answered(target: Target, jobs: Sequence[Job], **options: object) -> dict[tuple[str, int], Answer]:
     found: dict[tuple[str, int], Answer] = {}
-    settings = {"sampling": SamplingParams(temperature=1.0), "max_new_tokens": 12, "stop_token_ids": ()}
-    for answer in sample_answers(target, jobs, **{**settings, **options}):
+    defaults = {"sampling": SamplingParams(temperature=1.0), "max_new_tokens": 12, "stop_token_ids": ()}
+    for answer in sample_answers(target, jobs, **{**defaults, **options}):
         key = (answer.job.id, answer.job.sample)
         assert key not in found, "answered twice"
         found[key] = answer
@@ -297,6 +297,7 @@ def test_fast_draws_are_the_plain_ones_up_to_rounding(sampling: SamplingParams, 
         assert bool(((u >= lower - 1e-6) & (u <= upper + 1e-6)).all())
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=70), st.floats(0, 1, exclude_max=True), st.integers(1, 9))
 def test_two_levels_find_the_token_of_one(counts: list[int], share: float, block: int) -> None:
     """Whole weights have exact sums, so that the versions may differ at the very edges of tokens only."""

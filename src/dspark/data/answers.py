@@ -3,8 +3,8 @@
 A drafter learns from what its target says, so the target answers every prompt itself, and the ids are kept as drawn.
 Each job, a sample of a prompt, has a random stream of its own, and its i-th token uses the stream's i-th uniform. So in
 exact arithmetic an answer does not depend on its neighbours, on the number of rows, on the order of the jobs or on a
-resume: it is the one that :func:`dspark.decode.generate` gives without a drafter for the seed :func:`job_seed`. (bf16
-products of other batch sizes round otherwise; an answer then keeps its distribution, not its tokens.)
+resume: it is the one that :func:`dspark.decode.generate` gives without a drafter for the seed :func:`job_seed`. (Where
+products of other batch sizes round otherwise, as in bf16, an answer keeps its distribution and not its tokens.)
 """
 
 from __future__ import annotations
