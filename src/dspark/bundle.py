@@ -68,8 +68,10 @@ class Bundle:
         implementation: str = "auto",
         trust_remote_code: bool = False,
         threads: int | None = None,
+        candidates: int = 64,
     ) -> Bundle:
         """Load everything. ``threads`` sets torch's CPU threads for the whole process; None leaves them.
+        ``candidates`` is the number of tokens per position that DSpark's sequential stage weighs, 0 for all.
 
         Raises :class:`ModelError`, :class:`CheckpointError` or :class:`ConfigError` if a part cannot be had.
         """
@@ -81,7 +83,7 @@ class Bundle:
         )
         return cls(
             target=target,
-            drafter=_load_drafter(drafter, target),
+            drafter=_load_drafter(drafter, target, candidates),
             chat=ChatFormat.from_folder(folder, trust_remote_code=trust_remote_code),
             folder=folder,
             model=model,
@@ -124,10 +126,10 @@ class Bundle:
         return FixedScheduler(verify_len) if threshold is None else ThresholdScheduler(threshold)
 
 
-def _load_drafter(spec: str, target: Target) -> Drafter:
+def _load_drafter(spec: str, target: Target, candidates: int) -> Drafter:
     """The drafter; the message has a remedy where nobody chose the one that does not serve, or its file is damaged."""
     try:
-        return load_drafter(spec, target)
+        return load_drafter(spec, target, candidates=candidates)
     except SafetensorError as error:
         raise CheckpointError(f"the weights of drafter {spec} are damaged ({error}); copy or train it again") from error
     except CheckpointError as error:

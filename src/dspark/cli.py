@@ -110,6 +110,14 @@ SchedulerName = Annotated[
 ]
 VerifyLen = Annotated[int | None, typer.Option(min=0, help="Number for fixed; default: all.", rich_help_panel=DRAFTING)]
 Threshold = Annotated[float | None, typer.Option(help="Least confidence for threshold.", rich_help_panel=DRAFTING)]
+Candidates = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Tokens per position that the sequential stage weighs; 0: the whole vocabulary.",
+        rich_help_panel=DRAFTING,
+    ),
+]
 System = Annotated[str | None, typer.Option(help="System prompt; default: the chat template's own.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
@@ -144,6 +152,7 @@ def generate(
     scheduler: SchedulerName = "fixed",
     verify_len: VerifyLen = None,
     threshold: Threshold = None,
+    candidates: Candidates = 64,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
     system: System = None,
     as_json: Json = False,
@@ -165,7 +174,8 @@ def generate(
 
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     check_scheduler(scheduler, verify_len=verify_len, threshold=threshold)
-    bundle = Bundle.load(model, drafter, **_place(dtype, device, implementation, threads, trust_remote_code))
+    place = _place(dtype, device, implementation, threads, trust_remote_code)
+    bundle = Bundle.load(model, drafter, candidates=candidates, **place)
     rule = bundle.scheduler(scheduler, verify_len=verify_len, threshold=threshold)
     prompt_ids = bundle.raw_ids(text) if raw else bundle.prompt_ids(text, system=system)
     answer = bundle.answer(prompt_ids, sampling=sampling, max_new_tokens=max_new_tokens, scheduler=rule)
@@ -284,6 +294,7 @@ def bench(
     scheduler: SchedulerName = "fixed",
     verify_len: VerifyLen = None,
     threshold: Threshold = None,
+    candidates: Candidates = 64,
     peer: Annotated[
         Literal["transformers"] | None, typer.Option(help="Measure another engine's generate as well.")
     ] = None,
@@ -307,7 +318,8 @@ def bench(
     config = BenchConfig(max_new_tokens=max_new_tokens, sampling=sampling)
     check_scheduler(scheduler, verify_len=verify_len, threshold=threshold)
     chosen = read_prompts(prompts, limit=limit) if prompts else prompts_of(PROMPTS, limit=limit)
-    bundle = Bundle.load(model, drafter, **_place(dtype, device, implementation, threads, trust_remote_code))
+    place = _place(dtype, device, implementation, threads, trust_remote_code)
+    bundle = Bundle.load(model, drafter, candidates=candidates, **place)
     rule = bundle.scheduler(scheduler, verify_len=verify_len, threshold=threshold)
     info = bundle.target.info
     other = TransformersPeer(bundle.folder, dtype=info.dtype, device=info.device) if peer else None
