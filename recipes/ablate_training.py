@@ -91,7 +91,9 @@ def one(run, pool, seconds: float) -> dict:  # type: ignore[no-untyped-def]
         begin = time.process_time()
         at = min(config.steps - 1, int(config.steps * spent / seconds))
         parts = step_parts(chosen, run.features, replace(config, seed=config.seed + step), at)
-        rate = learning_rate(at, config.steps, config.learning_rate, warmup=config.warmup, schedule=config.schedule)
+        rate = learning_rate(
+            at, config.steps, config.learning_rate, warmup=config.warmup, schedule=config.schedule, decay=config.decay
+        )
         numbers, _ = train_step(run.model, run.optimizer, run.shared, parts, config, step=at, rate=rate)
         spent += (time.process_time() - begin) / torch.get_num_threads()
         blocks, step = blocks + numbers.blocks, step + 1

@@ -19,7 +19,7 @@ from dspark.train_cli import decode_held_out
 
 
 def default_config(
-    answers: Sequence[str], prompts: Sequence[str], out: str, *, steps: int = 3200, model: str = "smollm2"
+    answers: Sequence[str], prompts: Sequence[str], out: str, *, steps: int = 2350, model: str = "smollm2"
 ) -> TrainConfig:
     """SmolLM2-135M-Instruct's drafter: two layers, three taps, block 7, Markov rank 128, 12,288 draft tokens."""
     return TrainConfig(
@@ -30,9 +30,10 @@ def default_config(
         steps=steps,
         draft_vocab=12288,
         state_steps=200,  # the backbone learns the target's final states first, at eight times the blocks a second
-        curriculum=((0.3, 3), (1.0, 0)),  # then short blocks
+        curriculum=((0.36, 3), (1.0, 0)),  # then short blocks
         soft_until=0.15,
         schedule="trapezoid",
+        decay=0.48,
         learning_rate=1.2e-3,
         warmup=0.02,
         evaluate_every=300,
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True)
     parser.add_argument("--out", default="runs/default")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--steps", type=int, default=3200)
+    parser.add_argument("--steps", type=int, default=2350)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes

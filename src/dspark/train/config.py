@@ -63,6 +63,7 @@ class TrainConfig:
     learning_rate: float = 1.2e-3
     warmup: float = 0.04
     schedule: str = "cosine"
+    decay: float = 0.25  # last fraction of the steps over which the trapezoid falls
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip: float = 1.0

@@ -194,6 +194,7 @@ def _claim(folder: Path, config: TrainConfig) -> None:
     free = {
         "out",
         "steps",
+        "decay",
         "log_every",
         "evaluate_every",
         "evaluate_prompts",
@@ -285,7 +286,12 @@ def train(
 def _one_step(run: Run) -> dict[str, Any]:
     begin = time.perf_counter()
     rate = learning_rate(
-        run.step, run.config.steps, run.config.learning_rate, warmup=run.config.warmup, schedule=run.config.schedule
+        run.step,
+        run.config.steps,
+        run.config.learning_rate,
+        warmup=run.config.warmup,
+        schedule=run.config.schedule,
+        decay=run.config.decay,
     )
     parts = step_parts(choose_samples(run.corpus.training, run.step, run.config), run.features, run.config, run.step)
     fed = time.perf_counter()
