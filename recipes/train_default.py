@@ -31,11 +31,11 @@ def default_config(
         draft_vocab=12288,
         state_steps=200,  # the backbone learns the target's final states first, at eight times the blocks a second
         curriculum=((0.36, 3), (1.0, 0)),  # then short blocks
-        soft_until=0.15,
+        soft_until=0.2,
         schedule="trapezoid",
         decay=0.48,
         learning_rate=1.2e-3,
-        warmup=0.02,
+        warmup=0.027,
         evaluate_every=300,
         save_seconds=300.0,
         feature_gigabytes=11.0,
