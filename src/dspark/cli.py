@@ -7,6 +7,7 @@ inside the verbs, so that ``dspark --help`` answers at once.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -375,4 +376,8 @@ def _print_json(data: dict[str, Any]) -> None:
 
 def main() -> None:
     """Entry point of the ``dspark`` command."""
+    # OpenMP threads that wait for each other without yielding stall for milliseconds when another process takes a core.
+    # A bounded spin costs nothing on a quiet machine; it must be set before torch is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     app()
