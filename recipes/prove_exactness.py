@@ -69,6 +69,8 @@ def greedy(args: argparse.Namespace, target: Target, chat: ChatFormat) -> Iterab
     settings = {"sampling": SamplingParams(), "max_new_tokens": args.tokens, "stop_token_ids": chat.stop_token_ids}
     plain = [generate(target, NoDrafter(), i, **settings).token_ids for i in ids]
     for name, drafter in drafters(target, args.drafter).items():
+        if args.only and name not in args.only:
+            continue
         same, gaps, rounds, tokens = 0, [], 0, 0
         for prompt, expected in zip(ids, plain, strict=True):
             done = generate(target, drafter, prompt, **settings)
@@ -150,7 +152,7 @@ def exact(target: Target, prompt: list[int], depth: int) -> dict[tuple[int, ...]
 
 
 def flawed(seed: int) -> sampling_module.RequestStreams:
-    """One stream for everything: coins and closing draws reuse the uniforms of the drafts."""
+    """One stream for all: coins and closing draws see the very uniforms of the drafts (vLLM #47386)."""
     honest = sampling_module.RequestStreams.from_seed
     one, two, three = (honest(seed).propose for _ in range(3))
     return sampling_module.RequestStreams(propose=one, accept=two, residual=three)
@@ -222,6 +224,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--drafter", type=Path, default=None, help="checkpoint folder; the shipped one by default")
     parser.add_argument("--files", type=Path, nargs="*", default=[], help="prompt files, one per domain")
+    parser.add_argument("--only", nargs="*", default=[], help="names of the drafters to try; default: all")
     parser.add_argument("--prompts", type=int, default=20, help="prompts per domain")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--trials", type=int, default=20000)
