@@ -165,7 +165,9 @@ def sampled(args: argparse.Namespace, target: Target, chat: ChatFormat) -> Itera
     memory = Remembering(target)
     honest = sampling_module.RequestStreams.from_seed
     for name in ("dspark, candidates", "dspark, full vocabulary"):
-        for loop, streams in (("ours", honest), ("one stream", flawed)):
+        for loop, streams in (("ours", honest), ("flawed", flawed)):
+            if loop not in args.loops or (args.only and name not in args.only):
+                continue
             sampling_module.RequestStreams.from_seed = staticmethod(streams)  # type: ignore[method-assign]
             drafter = DsparkDrafter(
                 load_drafter_model(args.drafter), target, candidates=64 if "candidates" in name else 0
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--drafter", type=Path, default=None, help="checkpoint folder; the shipped one by default")
     parser.add_argument("--files", type=Path, nargs="*", default=[], help="prompt files, one per domain")
+    parser.add_argument("--loops", nargs="*", default=["ours", "flawed"], help="loops that `sampled` tries")
     parser.add_argument("--only", nargs="*", default=[], help="names of the drafters to try; default: all")
     parser.add_argument("--prompts", type=int, default=20, help="prompts per domain")
     parser.add_argument("--tokens", type=int, default=128)
