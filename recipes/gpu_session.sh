@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What to run when a GPU is lent for half an hour: one stage a call, each under ten minutes, each resumable.
+# The road on a GPU that is reached for minutes at a time: one stage a call, each bounded, each resumable.
 #
 #   recipes/gpu_session.sh STAGE OUT [MINUTES]     STAGE: join | tests | answers | train | bench | pack
 #
-# See recipes/README.md for the order, and for the limits of what may travel each way.
+# See recipes/README.md for the order.
 set -euo pipefail
 stage=${1:?stage} out=${2:?folder for what comes back} minutes=${3:-8}
 cd "$(dirname "$0")/.."

@@ -30,7 +30,7 @@ def default_config(
         steps=steps,
         draft_vocab=12288,
         state_steps=200,  # the backbone learns the target's final states first, at eight times the blocks a second
-        curriculum=((0.36, 3), (1.0, 0)),  # then short blocks
+        curriculum=((0.354, 3), (1.0, 0)),  # then short blocks
         soft_until=0.2,
         schedule="trapezoid",
         decay=0.48,

@@ -91,6 +91,9 @@ def test_wrong_tensors_are_named(tmp_path: Path, change, words: str) -> None:  #
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_attention"),
+        ({"hidden_act": "gelu"}, "gelu"),
         ({"block_size": None}, "block_size"),
         ({"target_layer_ids": [1, 5]}, r"-1\.\.4"),
         ({"target_layer_ids": [3, 1]}, "ascending"),

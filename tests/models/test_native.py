@@ -239,15 +239,12 @@ def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("quantum", [None, 8])
-def test_a_token_has_the_same_bits_however_many_share_its_pass(dtype: torch.dtype, quantum: int | None) -> None:
+def test_a_token_has_the_same_bits_however_many_share_its_pass(dtype: torch.dtype) -> None:
     for name, config in MODELS.items():
         if config[0] in ("mistral", "gemma3"):
             continue  # sliding windows: `rows_independent` says no
         target, _ = both_targets(name, dtype)
         assert target.rows_independent
-        if quantum is not None:
-            target._quantum = quantum
         ids = tokens(48)
 
         def run(pieces: list[int], target: LeanTarget = target, ids: Tensor = ids) -> tuple[Tensor, Tensor, Tensor]:

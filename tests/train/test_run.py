@@ -16,7 +16,7 @@ from tiny_chat import save_chat_model
 from dspark.errors import ConfigError
 from dspark.models.checkpoint import load_drafter_model
 from dspark.train.config import TrainConfig
-from dspark.train.run import default_taps, train
+from dspark.train.run import default_taps, settle_dtype, train
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,31 @@ def test_resuming_another_run_is_refused_by_field(base: TrainConfig, tmp_path: P
     with pytest.raises(ConfigError, match="learning_rate, seed"):
         train(replace(config, seed=1, learning_rate=1.0))
     train(replace(config, steps=3))  # a longer run is the same run
+    assert len(json.loads((tmp_path / "run" / "config.json").read_text())["calls"]) == 2
+
+
+def test_resuming_on_grown_answers_is_refused(base: TrainConfig, tmp_path: Path) -> None:
+    grown = tmp_path / "answers.jsonl"
+    grown.write_text(Path(base.answers[0]).read_text())
+    config = replace(base, out=str(tmp_path / "run"), answers=(str(grown),), steps=2)
+    train(config)
+    with open(grown, "a") as answers:
+        answers.write(json.dumps({"id": "p0", "sample": 1, "answer_ids": [50, 51, 52, 53]}) + "\n")
+    with pytest.raises(ConfigError, match=r"answers\.jsonl"):
+        train(replace(config, steps=3))
+
+
+def test_a_resumed_run_keeps_the_dtype_it_began_with(base: TrainConfig, tmp_path: Path) -> None:
+    train(replace(base, out=str(tmp_path / "run"), steps=2))
+    assert settle_dtype(replace(base, out=str(tmp_path / "run"), dtype="auto")).dtype == "float32"
+    assert settle_dtype(replace(base, out=str(tmp_path / "new"), dtype="auto")).dtype in ("float32", "bfloat16")
+
+
+def test_without_anything_held_out_a_run_is_refused(base: TrainConfig, tmp_path: Path) -> None:
+    one = tmp_path / "answers.jsonl"
+    one.write_text(json.dumps({"id": "p0", "sample": 0, "answer_ids": [50, 51, 52, 53]}) + "\n")
+    with pytest.raises(ConfigError, match="held_out is 4"):
+        train(replace(base, out=str(tmp_path / "run"), answers=(str(one),)))
 
 
 def test_a_run_can_begin_where_a_drafter_stands(base: TrainConfig, tmp_path: Path) -> None:
@@ -129,7 +154,16 @@ def test_default_taps_are_z_labs() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("steps", 0), ("fresh_per_step", 9), ("schedule", "stairs"), ("initialise", "luck"), ("curriculum", ((0.5, 2),))],
+    [
+        ("steps", 0),
+        ("held_out", 0),
+        ("evaluate_every", 0),
+        ("loss_decay", 0.0),
+        ("fresh_per_step", 9),
+        ("schedule", "stairs"),
+        ("initialise", "luck"),
+        ("curriculum", ((0.5, 2),)),
+    ],
 )
 def test_unusable_fields_are_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -40,7 +40,7 @@ class SampleFeatures:
     features: Float[Tensor, "tokens features"]
     start: int
     top_ids: Int[Tensor, "positions top"]  # draft ids, int32
-    top_probs: Float[Tensor, "positions top"]  # 0 where the token is outside the draft vocabulary
+    top_probs: Float[Tensor, "positions top"]
     states: Float[Tensor, "positions hidden"]  # after the final norm: what the head reads
 
     @property

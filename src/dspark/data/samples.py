@@ -45,7 +45,7 @@ def read_samples(
     Raises :class:`DataError` for a row that is no answer, or names an unknown prompt: prompts and answers then do not
     belong together.
     """
-    samples = []
+    samples, seen = [], set()
     for path in answers:
         for number, row in enumerate(read_jsonl(Path(path)), 1):
             prompt = prompts.get(row["id"]) if isinstance(row.get("id"), str) else None
@@ -60,6 +60,9 @@ def read_samples(
             mask = torch.tensor(encoded.loss_mask[:max_tokens], dtype=torch.bool)
             if int(mask.sum()) >= 2:
                 name = f"{row['id']}#{row.get('sample', 0)}"
+                if name in seen:
+                    raise DataError(f"{path}:{number}: answer {name} was given before; number the samples apart")
+                seen.add(name)
                 samples.append(Sample(name, prompt.get("domain", "all"), ids, mask))
     if not samples:
         raise DataError("no usable answers; give --answers files that `dspark answers` wrote")

@@ -6,7 +6,7 @@ layer (seed section 5.1). A block is the anchor's embedding followed by masks; s
 own block.
 
 This module is the training form: it runs many blocks of several sequences at once and autograd works through it. The
-decoding form, one block after another over cached context keys and values, is in :mod:`dspark.models.drafter`.
+decoding form, one block after another over cached context keys and values, is in :mod:`dspark.models.dspark`.
 """
 
 from __future__ import annotations

@@ -125,10 +125,19 @@ class DraftConfig:
             raise CheckpointError(f"architectures is {architectures}; this reader takes [{ARCHITECTURE!r}]")
         if data.get("attention_bias"):
             raise CheckpointError("attention_bias is true; drafters with biased attention are not supported")
+        rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+            raise CheckpointError(f"rope_type is {kind!r}; drafters with scaled rotary embeddings are not supported")
+        if others := set(data.get("layer_types") or ()) - {"full_attention"}:
+            raise CheckpointError(f"layer_types holds {sorted(others)}; drafters attend to the whole context here")
+        if (activation := data.get("hidden_act", "silu")) != "silu":
+            raise CheckpointError(f"hidden_act is {activation!r}; this reader takes 'silu'")
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
         if "rope_theta" not in values and isinstance(data.get("rope_parameters"), dict):
-            values["rope_theta"] = data["rope_parameters"].get("rope_theta")
+            values |= {k: v for k, v in data["rope_parameters"].items() if k == "rope_theta"}
+        if "final_soft_cap" not in values and data.get("final_logit_softcapping"):
+            values["final_soft_cap"] = data["final_logit_softcapping"]
         if "markov_rank" not in values:
             values["markov_rank"] = 0
         if not values.get("enable_confidence_head", False):

@@ -108,6 +108,6 @@ def fit_bigram(
         optimizer.zero_grad(set_to_none=True)
         total.backward()
         optimizer.step()
-        if step >= steps * 0.9:
+        if step >= min(steps - 1, steps * 0.9):
             tail.append(float(total.detach()))
-    return sum(tail) / max(1, len(tail))
+    return sum(tail) / len(tail)

@@ -83,6 +83,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in (
+            "held_out",
+            "evaluate_every",
+            "evaluate_prompts",
+            "evaluate_tokens",
             "steps",
             "sequences_per_step",
             "slots_per_step",
@@ -94,6 +98,8 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if not self.loss_decay > 0:
+            raise ConfigError(f"loss_decay is {self.loss_decay}; it must be positive")
         if not 1 <= self.fresh_per_step <= self.sequences_per_step:
             raise ConfigError(f"fresh_per_step is {self.fresh_per_step}; it must lie in 1..{self.sequences_per_step}")
         if self.schedule not in SCHEDULES:

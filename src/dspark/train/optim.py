@@ -60,5 +60,4 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
         name, _, moment = key.rpartition(":")
         if name not in parameters:
             raise CheckpointError(f"optimiser state {key!r} belongs to no parameter; the run was of another shape")
-        place = "cpu" if moment == "step" else parameters[name].device
-        optimizer.state[parameters[name]][moment] = value.clone().to(place)
+        optimizer.state[parameters[name]][moment] = value.clone().to(parameters[name].device)

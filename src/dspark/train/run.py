@@ -1,7 +1,7 @@
 """`dspark train` from files to a drafter: prepare, step, watch, keep the best, survive a kill.
 
 A run folder holds
-    config.json       the run's TrainConfig and provenance
+    config.json       the run's TrainConfig, hashes of its data, and the provenance of every call
     state-*/          newest training states (masters, moments); a run found there goes on from the newest
     best/             the drafter with the highest held-out acceptance so far, ready for `--drafter`
     last/             the drafter at the end of the run
@@ -10,11 +10,12 @@ A run folder holds
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,7 @@ from dspark.models.backbone import DraftModel
 from dspark.models.checkpoint import load_drafter_model, save_drafter
 from dspark.models.draft_config import DraftConfig
 from dspark.models.initialise import fit_bigram, fresh, from_target
-from dspark.models.linear import choose_cpu_dtype
-from dspark.models.loading import load_target
+from dspark.models.loading import choose_device, choose_dtype, load_target
 from dspark.models.target import Target, TargetInfo
 from dspark.models.weights import load_tensors, read_config, resolve_model
 from dspark.train.config import INITIALISERS, TrainConfig
@@ -79,7 +79,8 @@ class Run:
     shared: Shared
     features: FeatureSource
     step: int = 0
-    best: float = -math.inf
+    best: float = -math.inf  # held-out acceptance length of the best drafter
+    measure: list[str | int] = field(default_factory=list)  # how ``best`` was measured
     seconds: float = 0.0  # spent in steps, over all resumptions
     blocks: int = 0
 
@@ -147,6 +148,14 @@ def load_corpus(config: TrainConfig) -> Corpus:
     chat = ChatFormat.from_folder(place)
     samples = read_samples(config.answers, read_prompts(config.prompts), chat, max_tokens=config.max_tokens)
     training, held_out = split_held_out(samples, config.held_out)
+    if not training or not held_out:
+        raise ConfigError(
+            f"held_out is {config.held_out}: of {len(samples)} answers {len(training)} are left to train on and "
+            f"{len(held_out)} to hold out; give answers to more prompts"
+        )
+    highest = max(int(sample.token_ids.max()) for sample in samples)
+    if highest >= target.info.vocab_size:
+        raise ConfigError(f"the answers hold token id {highest}; {config.model} has {target.info.vocab_size} tokens")
     return Corpus(place, target, chat, training, held_out, token_counts(training, target.info.vocab_size))
 
 
@@ -169,7 +178,8 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
         model.d2t.copy_(ids - torch.arange(ids.shape[0]))
     model.to(target.info.device)
     optimizer = make_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
-    shared = make_shared(target, model, _compute_dtype(config, target))
+    facts = load_state(folder, model, optimizer)  # before anything derives from the draft vocabulary
+    shared = make_shared(target, model, target.info.dtype)
     features = features or FeatureSource(
         target,
         model.config.target_layer_ids,
@@ -178,20 +188,17 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
         memory_bytes=int(config.feature_gigabytes * 2**30),
     )
     run = Run(config, folder, corpus, model, optimizer, shared, features)
-    facts = load_state(folder, model, optimizer)
     if facts is None:
         _warm_start(run)
     else:
-        run.step, run.best = facts["train_step"], facts["best"]
-        run.seconds, run.blocks = facts["seconds"], facts["blocks"]
+        run.step, run.seconds, run.blocks = facts["train_step"], facts["seconds"], facts["blocks"]
+        run.best, run.measure = facts["best"], facts["measure"]
+        _cut_log(folder, run.step)
     return run
 
 
-def _claim(folder: Path, config: TrainConfig) -> None:
-    """Write the run's config, or check that the folder's run has the same one; only its length and what watches it
-    may differ."""
-    path = folder / "config.json"
-    free = {
+FREE_FIELDS = frozenset(  # what a resumed run may change: its length, and what watches it
+    {
         "out",
         "steps",
         "decay",
@@ -202,23 +209,43 @@ def _claim(folder: Path, config: TrainConfig) -> None:
         "save_seconds",
         "feature_gigabytes",
     }
-    text = json.dumps(asdict(config))
+)
+
+
+def settle_dtype(config: TrainConfig) -> TrainConfig:
+    """``config`` with its dtype named: that of the folder's run, or else the one that is faster here.
+
+    A measurement may come out otherwise on a busy day; a resumed run keeps the dtype that it began with.
+    """
+    if config.dtype != "auto":
+        return config
+    path = Path(config.out) / "config.json"
+    if path.is_file() and any(Path(config.out).glob("state-*")):
+        return replace(config, dtype=json.loads(path.read_text())["config"]["dtype"])
+    return replace(config, dtype=str(choose_dtype("auto", choose_device("auto"))).removeprefix("torch."))
+
+
+def _claim(folder: Path, config: TrainConfig) -> None:
+    """Write the run's config, or check that the folder's run has the same one on the same data.
+
+    A run that goes on writes the config that holds from now on, and adds the call to ``calls``.
+    """
+    path = folder / "config.json"
+    ours = json.loads(json.dumps(asdict(config)))
+    data = {name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in (*config.answers, *config.prompts)}
+    calls: list[dict[str, Any]] = []
     if path.is_file() and any(folder.glob("state-*")):
-        theirs, ours = json.loads(path.read_text())["config"], json.loads(text)
-        changed = sorted(k for k in ours if k not in free and theirs.get(k) != ours[k])
+        before = json.loads(path.read_text())
+        calls = before["calls"]
+        changed = sorted(k for k in ours if k not in FREE_FIELDS and before["config"].get(k) != ours[k])
+        changed += sorted(name for name in data if before["data"].get(name) != data[name])
         if changed:
             raise ConfigError(
                 f"{folder} holds a run that differs in {', '.join(changed)}; resume it unchanged or take another --out"
             )
-        return
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(path, json.dumps({"config": json.loads(text), "provenance": provenance()}, indent=2))
-
-
-def _compute_dtype(config: TrainConfig, target: Target) -> torch.dtype:
-    if config.dtype != "auto" or target.info.device.type != "cpu":
-        return target.info.dtype
-    return choose_cpu_dtype()
+    calls = [*calls, {"steps": config.steps, "provenance": provenance()}]
+    atomic_write_text(path, json.dumps({"config": ours, "data": data, "calls": calls}, indent=2))
 
 
 def _copy_drafter(model: DraftModel, folder: Path) -> None:
@@ -264,6 +291,7 @@ def train(
     """
     from torch.utils.tensorboard import SummaryWriter  # slow to import, only needed here
 
+    config = settle_dtype(config)
     run = start(config, load_corpus(config))
     board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step)
     saved = time.monotonic()
@@ -325,6 +353,11 @@ def _evaluate(run: Run, evaluate: Evaluate | None) -> dict[str, Any]:
         chosen = run.corpus.held_out[:: max(1, len(run.corpus.held_out) // max(1, run.config.evaluate_prompts))]
         line["held_out_decoded"] = evaluate(run.corpus, run.config, run.model, chosen[: run.config.evaluate_prompts])
         score = line["held_out_decoded"]["acceptance_length"]
+    measure: list[str | int] = ["analytic"]
+    if evaluate is not None:
+        measure = ["decoded", run.config.evaluate_prompts, run.config.evaluate_tokens]
+    if measure != run.measure:  # scores of another measure do not compare
+        run.best, run.measure = -math.inf, measure
     if score > run.best:
         run.best = score
         save_drafter(run.folder / "best", run.model)
@@ -332,7 +365,7 @@ def _evaluate(run: Run, evaluate: Evaluate | None) -> dict[str, Any]:
 
 
 def _save(run: Run) -> None:
-    facts = {"best": run.best, "seconds": run.seconds, "blocks": run.blocks}
+    facts = {"best": run.best, "measure": run.measure, "seconds": run.seconds, "blocks": run.blocks}
     save_state(run.folder, run.step, run.model, run.optimizer, facts)
 
 
@@ -345,6 +378,14 @@ def _report(run: Run, board: Any, line: dict[str, Any], on_step: Callable[[dict[
                 board.add_scalar(f"{name}/{key}" if key else name, number, run.step)
     if on_step is not None:
         on_step(line)
+
+
+def _cut_log(folder: Path, step: int) -> None:
+    """Drop the lines of steps that were logged but not saved: they will be run and logged again."""
+    path = folder / "log.jsonl"
+    if path.is_file():
+        kept = [text for text in path.read_text().splitlines() if json.loads(text).get("step", 0) <= step]
+        atomic_write_text(path, "".join(text + "\n" for text in kept))
 
 
 def _log(folder: Path, line: dict[str, Any]) -> None:
