@@ -20,7 +20,7 @@ from dspark.core import DraftDistribution, Proposal, SamplingParams
 from dspark.maths import rejection
 from dspark.maths.sampling import draw, target_probs
 from dspark.maths.scheduling import Scheduler
-from dspark.models.target import KVMemory, TargetInfo, TargetOutput, check_taps
+from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_taps
 
 NextProbs = Callable[[tuple[int, ...]], Tensor]  # the target's distribution [vocab] after a prefix
 
@@ -86,7 +86,8 @@ class TableTarget:
             ]
         memory.advance(rows, counts)
         final = self.states[contexts]
-        features = torch.cat([torch.tanh(final * (tap + 2)) for tap in taps], dim=1) if taps else None
+        states = [final if tap == FINAL else torch.tanh(final * (tap + 2)) for tap in taps]
+        features = torch.cat(states, dim=1) if taps else None
         wanted = final[np.cumsum(counts) - 1] if last_only else final
         return TargetOutput(self.logits(wanted) if want_logits else None, features, final)
 

@@ -15,7 +15,7 @@ from dspark.models import ragged
 from dspark.models.decoder_config import from_transformers
 from dspark.models.lean import LeanTarget
 from dspark.models.loading import load_target
-from dspark.models.target import KVMemory
+from dspark.models.target import FINAL, KVMemory
 
 TAPS = tuple(range(-1, LAYERS - 1))
 Pair = tuple[PreTrainedModel, LeanTarget]
@@ -254,3 +254,10 @@ def test_missing_and_misshapen_tensors_are_named() -> None:
             tensors[name] = replacement
         with pytest.raises(ModelError, match=words):
             LeanTarget(config, tensors, name="broken", dtype=torch.float32)
+
+
+def test_the_final_state_can_be_tapped(pairs: Callable[[str], Pair]) -> None:
+    _, target = pairs("smollm2")
+    out = target.forward(tokens(5), target.new_memory(rows=1, max_len=8), taps=(0, FINAL))
+    assert out.features is not None
+    assert torch.equal(out.features[:, out.final.shape[1] :], out.final)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from dspark.errors import ConfigError, ModelError, RequestError
 from dspark.models.lean import LeanTarget
 from dspark.models.loading import load_target
+from dspark.models.target import FINAL
 from dspark.models.transformers_target import TransformersTarget
 
 TAPS = tuple(range(-1, LAYERS - 1))
@@ -172,3 +173,10 @@ def test_taps_and_overflow_are_refused() -> None:
     with pytest.raises(RequestError, match="max_len 8"):
         target.forward(tokens(9), memory)
     assert memory.lengths == [0]
+
+
+def test_the_final_state_can_be_tapped() -> None:
+    target = TransformersTarget(tiny_model("llama"))
+    out = target.forward(tokens(5), target.new_memory(rows=1, max_len=8), taps=(0, FINAL))
+    assert out.features is not None
+    assert torch.equal(out.features[:, out.final.shape[1] :], out.final)

@@ -11,8 +11,9 @@ from dspark.data.features import FeatureSource, Sample
 from dspark.maths.losses import LossAlphas, slot_losses, slot_weights
 from dspark.models.backbone import BlockBatch, DraftModel
 from dspark.models.draft_config import DraftConfig
+from dspark.train.blocks import make_shared, run_blocks, run_states
 from dspark.train.config import TrainConfig
-from dspark.train.loop import choose_samples, make_shared, run_blocks, run_states, step_parts
+from dspark.train.loop import choose_samples, step_parts
 
 VOCAB, HIDDEN = 13, 8
 

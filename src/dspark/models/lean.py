@@ -28,7 +28,7 @@ from dspark.models.linear import Linear
 from dspark.models.native import native_ops
 from dspark.models.plain import PlainOps
 from dspark.models.ragged import SHORT_COUNT, check_batch, last_tokens
-from dspark.models.target import KVMemory, TargetInfo, TargetOutput, check_taps
+from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_taps
 
 ROW_QUANTUM = 8  # rows of a verification pass: the anchor and seven drafts
 
@@ -190,6 +190,8 @@ class LeanTarget:
             x, h = ops.add_norm(x, h, following)
             if i in taps:
                 tapped.append(x)
+        if FINAL in taps:
+            tapped.append(h)
         return h[:tokens], [state[:tokens] for state in tapped]
 
     def _fill(self, x: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from dspark.errors import ConfigError, RequestError
 
+# A "tap" behind every layer: the state after the final norm, which the head reads. MTP drafters draw on it.
+FINAL = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class TargetInfo:
@@ -146,11 +149,13 @@ class Target(Protocol):
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return ``taps`` as a tuple; raise :class:`ConfigError` unless strictly ascending in [-1, num_layers - 2]."""
+    """Return ``taps`` as a tuple; raise :class:`ConfigError` unless strictly ascending in [-1, num_layers - 2], with
+    ``FINAL`` allowed behind them."""
     taps = tuple(int(t) for t in taps)
     if list(taps) != sorted(set(taps)):
         raise ConfigError(f"target_layer_ids is {list(taps)}; ids must be strictly ascending")
-    if taps and not (-1 <= taps[0] and taps[-1] <= num_layers - 2):
+    layers = [tap for tap in taps if tap != FINAL]
+    if layers and not (-1 <= layers[0] and layers[-1] <= num_layers - 2):
         raise ConfigError(
             f"target_layer_ids is {list(taps)}; ids of a model with {num_layers} layers lie in -1..{num_layers - 2} "
             "(-1 is the embedding; the last layer is refused, its stored state is already normed)"

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from dspark.errors import ModelError
 from dspark.models.ragged import check_batch
-from dspark.models.target import KVMemory, TargetInfo, TargetOutput, check_taps
+from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_taps
 
 RECURRENT_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "hybrid")  # of layer_types: no rollback
 
@@ -127,7 +127,8 @@ class TransformersTarget:
                 options["logits_to_keep"] = logits_to_keep
             logits = self._model(input_ids=token_ids[None], **options).logits[0]
         states = []
-        for state in (*(seen.tapped[tap] for tap in taps), seen.final):
+        tapped = [seen.final if tap == FINAL else seen.tapped[tap] for tap in taps]
+        for state in (*tapped, seen.final):
             if state is None or state.shape != (1, len(token_ids), hidden_size):
                 shape = None if state is None else tuple(state.shape)
                 raise ModelError(
@@ -231,8 +232,8 @@ class _Recorder:
     """Hooks that keep the states of one pass: tapped layers' outputs, the first one's input, the decoder's result."""
 
     def __init__(self, layers: nn.ModuleList, decoder: nn.Module, taps: Sequence[int]) -> None:
-        self.layers, self.decoder, self.taps = layers, decoder, taps
-        self.tapped: dict[int, Tensor | None] = dict.fromkeys(taps)
+        self.layers, self.decoder, self.taps = layers, decoder, [tap for tap in taps if tap != FINAL]
+        self.tapped: dict[int, Tensor | None] = dict.fromkeys(self.taps)
         self.final: Tensor | None = None
         self.handles: list[Any] = []
 

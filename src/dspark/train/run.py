@@ -42,15 +42,9 @@ from dspark.models.initialise import fit_bigram, fresh, from_target
 from dspark.models.loading import choose_device, choose_dtype, load_target
 from dspark.models.target import Target, TargetInfo
 from dspark.models.weights import load_tensors, read_config, resolve_model
+from dspark.train.blocks import Shared, make_shared
 from dspark.train.config import INITIALISERS, TrainConfig
-from dspark.train.loop import (
-    Shared,
-    choose_samples,
-    held_out_numbers,
-    make_shared,
-    step_parts,
-    train_step,
-)
+from dspark.train.loop import choose_samples, held_out_numbers, step_parts, train_step
 from dspark.train.optim import learning_rate, make_optimizer
 from dspark.train.state import load_state, save_state
 
