@@ -157,6 +157,18 @@ def test_the_state_loss_is_the_relative_error_of_the_anchors_slot() -> None:
         expected.append(((h - wanted) ** 2).sum() / (wanted**2).sum())
     torch.testing.assert_close(numbers.loss, torch.stack(expected).mean())
 
+    longer = [(s, kept, make_blocks(s.token_ids, s.loss_mask, torch.tensor([5, 9]), 3))]
+    alphas = LossAlphas(0.0, 0.0, 0.0)
+    alone, aux = (
+        run_blocks(model, shared, longer, TrainConfig(alpha_state=a), block_size=3, alphas=alphas).loss
+        for a in (0.0, 0.5)
+    )
+    states = run_blocks(
+        model, shared, parts, TrainConfig(alpha_state=1.0, alpha_confidence=0.0), block_size=1, alphas=alphas
+    )
+    torch.testing.assert_close(states.loss, torch.stack(expected).mean())  # of the anchor's slot, on top of the others
+    assert aux > alone
+
 
 def test_states_come_first_and_take_more_anchors() -> None:
     config = TrainConfig(steps=10, state_steps=2, state_slots=50, slots_per_step=21)

@@ -44,6 +44,7 @@ class TrainConfig:
     alpha_ce: float = 0.1
     alpha_l1: float = 0.9
     alpha_confidence: float = 1.0
+    alpha_state: float = 0.0  # relative squared error of the anchor slot's state against the target's final state
     soft_until: float = (
         0.5  # soft cross-entropy fades into the loss above over this fraction of the run; 0 never uses it
     )
