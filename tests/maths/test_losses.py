@@ -140,3 +140,15 @@ def test_expected_acceptance_length_by_hand() -> None:
     rate = torch.tensor([[0.5, 0.5, 0.9], [1.0, 1.0, 1.0]])
     supervised = torch.tensor([[True, True, False], [True, True, True]])
     torch.testing.assert_close(expected_acceptance_length(rate, supervised), torch.tensor([1.75, 4.0]))
+
+
+def test_no_gradient_is_computed_where_none_is_wanted() -> None:
+    hidden, head = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
+    target = SparseTarget(torch.zeros(5, 1, dtype=torch.long), torch.ones(5, 1))
+    arguments = (hidden, None, None, head, target, torch.zeros(5, dtype=torch.long), torch.ones(5))
+    with torch.no_grad():
+        total, slots = chunked_losses(*arguments, alphas=LossAlphas())
+    trained, _ = chunked_losses(*arguments, alphas=LossAlphas())
+    assert not total.requires_grad and trained.requires_grad
+    torch.testing.assert_close(total, trained.detach())
+    assert slots.l1.shape == (5,)

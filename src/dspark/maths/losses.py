@@ -93,12 +93,14 @@ class _ChunkedLoss(torch.autograd.Function):
     pass."""
 
     @staticmethod
-    def forward(ctx, hidden, prev, w2, head, target, labels, weights, alphas, soft_cap, chunk):  # type: ignore[no-untyped-def]
-        rows, d_hidden = hidden.shape[0], torch.empty_like(hidden)
-        compute = hidden.dtype
+    def forward(ctx, hidden, prev, w2, head, target, labels, weights, alphas, soft_cap, chunk, train):  # type: ignore[no-untyped-def]
+        rows, compute, wanted = hidden.shape[0], hidden.dtype, train and any(ctx.needs_input_grad)
         matrix = head if w2 is None else torch.cat((head, w2.to(compute)), 1)
-        d_prev = torch.empty_like(prev) if prev is not None else None
-        d_w2 = torch.zeros_like(w2, dtype=torch.promote_types(compute, torch.float32)) if w2 is not None else None
+        d_hidden = torch.empty_like(hidden) if wanted else None
+        d_prev = torch.empty_like(prev) if prev is not None and wanted else None
+        d_w2 = None
+        if w2 is not None and wanted:
+            d_w2 = torch.zeros_like(w2, dtype=torch.promote_types(compute, torch.float32))
         wide = torch.promote_types(compute, torch.float32)
         stats = [torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3)]
         for start in range(0, rows, chunk):
@@ -114,6 +116,8 @@ class _ChunkedLoss(torch.autograd.Function):
             grad = _chunk_gradient(
                 logits, target.ids[part], target.probs[part], labels[part], weights[part], alphas, stats, start
             )
+            if d_hidden is None:
+                continue
             base_grad = grad if slope is None else grad * slope
             d_hidden[part] = base_grad @ head
             if prev is not None and d_prev is not None:
@@ -129,7 +133,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, d_total, *_):  # type: ignore[no-untyped-def]
         d_hidden, d_prev, d_w2 = ctx.grads
         scaled = [None if g is None else g * d_total.to(g.dtype) for g in (d_hidden, d_prev, d_w2)]
-        return (*scaled, None, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None, None, None)
 
 
 def _chunk_gradient(
@@ -183,13 +187,16 @@ def chunked_losses(
     chunk: int = 256,
 ) -> tuple[Float[Tensor, ""], SlotLosses]:
     """The fast form. Returns sum(weights * loss), differentiable in ``hidden``, ``prev`` and ``w2``, and the per-slot
-    values.
+    values; without autograd (``torch.no_grad``) the gradients are not computed.
 
     ``prev`` is W1[previous token], ``w2`` the Markov head's output matrix (fp32 master; cast to the compute dtype
     here), ``head`` the frozen head's rows of the draft vocabulary in the compute dtype. ``weights`` already carry the
     step's denominator. At most ``chunk`` x draft_vocab logits exist at a time.
     """
-    total, ce, soft, l1 = _ChunkedLoss.apply(hidden, prev, w2, head, target, labels, weights, alphas, soft_cap, chunk)
+    train = torch.is_grad_enabled()  # asked here: inside the function it is always off
+    total, ce, soft, l1 = _ChunkedLoss.apply(
+        hidden, prev, w2, head, target, labels, weights, alphas, soft_cap, chunk, train
+    )
     return total, SlotLosses(ce, soft, l1)
 
 

@@ -10,6 +10,7 @@ Everything random in step s is a function of (seed, s), so a killed run resumes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -27,18 +28,24 @@ def step_generator(seed: int, train_step: int, purpose: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=mixed)))
 
 
+@lru_cache(maxsize=4)
+def _sample_order(count: int, seed: int) -> list[int]:
+    """The run's fixed permutation of its samples, drawn once."""
+    return torch.randperm(count, generator=step_generator(seed, 0, 1)).tolist()
+
+
 def choose_samples(samples: Sequence[Sample], train_step: int, config: TrainConfig) -> list[Sample]:
     """Samples of a step: the next fresh ones of a fixed permutation, then replays drawn from those already seen."""
-    order = torch.randperm(len(samples), generator=step_generator(config.seed, 0, 1))
+    order = _sample_order(len(samples), config.seed)
     first = train_step * config.fresh_per_step
-    fresh = [int(order[i % len(samples)]) for i in range(first, first + config.fresh_per_step)]
+    fresh = [order[i % len(samples)] for i in range(first, first + config.fresh_per_step)]
     seen = min(first, len(samples))
     replays: list[int] = []
     if seen:
         picks = torch.randint(
             seen, (config.sequences_per_step - len(fresh),), generator=step_generator(config.seed, train_step, 2)
         )
-        replays = [int(order[int(i)]) for i in picks]
+        replays = [order[int(i)] for i in picks]
     return [samples[i] for i in dict.fromkeys(fresh + replays)]
 
 
