@@ -1,0 +1,44 @@
+"""MTP-1: one multi-token-prediction module in DeepSeek's manner, which drafts on by feeding itself.
+
+With u the state of an index i and e the embedding of the token after it, a run of the module is
+
+    z = eh_proj [enorm(e) ; hnorm(u)]                      one decoder layer of the target's kind follows
+    v = z + attention(input_layernorm(z));  u' = v + mlp(post_attention_layernorm(v))
+    logits of the token after next = head(norm(u'))
+
+The first u is the target's state after its final norm (the tap ``FINAL``). The module is trained for this one
+prediction; drafts beyond the first feed u' and the token just drafted back in, one position on, which serving engines
+do with DeepSeek's single module too.
+
+What we take: DeepSeek's tensor order in ``eh_proj`` (the embedding's half first, as their checkpoints store it; the
+paper's equation (21) writes the state first); the target's frozen embedding and head; a ``norm`` of the module's own
+before the head, started from the target's final norm (``shared_head.norm`` of their files); u' before that norm as the
+state fed back. The attention is Qwen3-shaped, not DeepSeek's latent one.
+
+Source: DeepSeek-V3 technical report, section 2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dspark.models.chain_config import ChainConfig
+from dspark.models.target import FINAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPConfig(ChainConfig):
+    """Shape of an MTP drafter. The architecture's name is this project's own: no engine knows this shape yet."""
+
+    ARCHITECTURE: ClassVar[str] = "Qwen3MTPDraftModel"
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The one tap: the target's state after the final norm."""
+        return (FINAL,)
+
+    @property
+    def feature_size(self) -> int:
+        """Width of one row of features."""
+        return self.hidden_size
