@@ -8,12 +8,20 @@ whatever the target is, so that it is described by the target's own ``config.jso
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.target import TargetInfo
 
-SIZES = ("vocab_size", "hidden_size", "num_target_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+Config = TypeVar("Config", bound="ChainConfig")
+SIZES: tuple[str, ...] = (
+    "vocab_size",
+    "hidden_size",
+    "num_target_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 SIZES += ("intermediate_size", "max_position_embeddings", "block_size")
 # Fields of a config.json that no reader here may ignore: another value would change what the layer computes.
 FIXED = {"attention_bias": False, "hidden_act": "silu"}
@@ -92,7 +100,7 @@ class ChainConfig:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls: type[Config], data: dict[str, Any]) -> Config:
         """Read ``config.json``. Raises :class:`CheckpointError` on another architecture, a missing field, or a layer
         that this one cannot stand for."""
         if (found := data.get("architectures") or []) != [cls.ARCHITECTURE]:

@@ -17,9 +17,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
 from dspark.errors import ConfigError
+from dspark.models.backbone import RMSNorm
+from dspark.models.chain import ChainLayer, ChainModel, linear
 from dspark.models.chain_config import ChainConfig
-from dspark.models.target import FINAL, check_taps
+from dspark.models.chain_drafter import ChainDrafter
+from dspark.models.target import FINAL, Target, check_taps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +76,56 @@ class Eagle3Config(ChainConfig):
         if "num_target_layers" not in values and "draft_num_hidden_layers" in data and "num_hidden_layers" in data:
             values["num_target_layers"] = data["num_hidden_layers"]  # the rest of the file is the target's config
         return values
+
+
+class Eagle3Layer(ChainLayer):
+    """The layer, and the norm of the state that it reads beside the embedding."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, inputs=2 * config.hidden_size, qk_norm=config.qk_norm)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Eagle3Model(ChainModel):
+    """All parameters of an Eagle3 drafter under DeepSpec's tensor names."""
+
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, Eagle3Layer(config))
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.output_size, bias=False) if config.own_head else None
+
+    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
+        """fc . F, of all taps at once."""
+        return linear(features, self.fc)
+
+    def mix(
+        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
+    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
+        """[input_layernorm(e) ; hidden_norm(u)], and u before its norm as the residual."""
+        layer = self.layer
+        assert isinstance(layer, Eagle3Layer)
+        return torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(states)), 1), states
+
+    def own_head(self) -> nn.Linear | None:
+        return self.lm_head
+
+
+class Eagle3Drafter(ChainDrafter):
+    """Eagle3 at batch size 1."""
+
+    def __init__(self, model: Eagle3Model, target: Target, *, candidates: int = 64, name: str = "eagle3") -> None:
+        super().__init__(model, target, candidates=candidates, name=name)
+        self.config, self.taps = model.config, model.config.target_layer_ids
+        layer = model.layer
+        assert isinstance(layer, Eagle3Layer)
+        self._fc, self._hidden_norm = self.pack(model.fc.weight), self.place(layer.hidden_norm.weight)
+
+    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
+        return self._fc(features)
+
+    def mix(
+        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
+    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
+        return torch.cat((self.rms(embeds, self._input_norm), self.rms(states, self._hidden_norm)), 1), states

@@ -23,8 +23,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dspark.models.backbone import RMSNorm
+from dspark.models.chain import ChainLayer, ChainModel, linear
 from dspark.models.chain_config import ChainConfig
-from dspark.models.target import FINAL
+from dspark.models.chain_drafter import ChainDrafter
+from dspark.models.target import FINAL, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +49,45 @@ class MTPConfig(ChainConfig):
     def feature_size(self) -> int:
         """Width of one row of features."""
         return self.hidden_size
+
+
+class MTPModel(ChainModel):
+    """All parameters of an MTP drafter; ``enorm``, ``hnorm`` and ``eh_proj`` bear DeepSeek's names."""
+
+    config: MTPConfig
+
+    def __init__(self, config: MTPConfig) -> None:
+        super().__init__(config, ChainLayer(config, inputs=config.hidden_size, qk_norm=True))
+        self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
+        """The target's final state as it is."""
+        return features
+
+    def mix(
+        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
+    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
+        """input_layernorm(z), and z as the residual."""
+        z = linear(torch.cat((self.enorm(embeds), self.hnorm(states)), 1), self.eh_proj)
+        return self.layer.input_layernorm(z), z
+
+
+class MTPDrafter(ChainDrafter):
+    """MTP at batch size 1."""
+
+    def __init__(self, model: MTPModel, target: Target, *, candidates: int = 64, name: str = "mtp") -> None:
+        super().__init__(model, target, candidates=candidates, name=name)
+        self.config, self.taps = model.config, model.config.target_layer_ids
+        self._enorm, self._hnorm = self.place(model.enorm.weight), self.place(model.hnorm.weight)
+        self._eh_proj = self.pack(model.eh_proj.weight)
+
+    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
+        return features
+
+    def mix(
+        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
+    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
+        z = self._eh_proj(torch.cat((self.rms(embeds, self._enorm), self.rms(states, self._hnorm)), 1))
+        return self.rms(z, self._input_norm), z
