@@ -20,6 +20,7 @@ Names
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -29,15 +30,33 @@ from torch import Tensor
 from dspark.errors import ConfigError
 
 
+MAX_BIAS = 1e30  # of a logit; keeps every sum of a logit and its bias finite in fp32
+RULES = ("token", "block")  # of verification: dspark.maths.rejection and dspark.maths.block_verification
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are drawn from the target's logits. ``temperature`` 0 is greedy; the filters then do
-    nothing."""
+    """How a request's tokens are drawn from the target's logits.
 
+    The fields down to ``min_tokens`` shape the logits of a position by the text before it, in the order given here
+    (:mod:`dspark.maths.shaping`); they apply to greedy decoding too. Then come the temperature, 0 being greedy, and the
+    filters, which do nothing to a greedy request. ``rule`` decides which drafts stand; either leaves the output's
+    distribution as it is, and a greedy output token for token.
+    """
+
+    banned_token_ids: tuple[int, ...] = ()  # never drawn
+    min_tokens: int = 0  # no stop token before the output has so many tokens; >= 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, finite number added to its logit); an id at most once
+    repetition_penalty: float = (
+        1.0  # > 0; positive logits of tokens in prompt or output are divided by it, others times
+    )
+    frequency_penalty: float = 0.0  # finite; subtracted once per occurrence in the output
+    presence_penalty: float = 0.0  # finite; subtracted if the token occurs in the output
     temperature: float = 0.0  # >= 0; 0 takes the argmax
     top_k: int = 0  # keep the k most likely tokens; 0 keeps all
     top_p: float = 1.0  # keep the smallest set with this mass; (0, 1]
     min_p: float = 0.0  # drop tokens below min_p times the largest probability; [0, 1)
+    rule: str = "token"  # one of RULES: each draft by itself, or the block jointly, which accepts at least as many
     seed: int = 0  # of the request's three streams
 
     def __post_init__(self) -> None:
@@ -49,10 +68,41 @@ class SamplingParams:
             raise ConfigError(f"top_p is {self.top_p}; it must be in (0, 1]")
         if not 0.0 <= self.min_p < 1.0:
             raise ConfigError(f"min_p is {self.min_p}; it must be in [0, 1)")
+        if self.rule not in RULES:
+            raise ConfigError(f"rule is {self.rule!r}; it must be one of {', '.join(RULES)}")
+        self._check_shaping()
+
+    def _check_shaping(self) -> None:
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; it must be positive, 1 for none")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a finite number, 0 for none")
+        if self.min_tokens < 0:
+            raise ConfigError(f"min_tokens is {self.min_tokens}; it must be 0 (off) or more")
+        if self.banned_token_ids and min(self.banned_token_ids) < 0:
+            raise ConfigError(f"banned_token_ids holds {min(self.banned_token_ids)}; token ids are 0 or more")
+        ids = [token for token, _ in self.logit_bias]
+        if ids and min(ids) < 0:
+            raise ConfigError(f"logit_bias names token {min(ids)}; token ids are 0 or more")
+        if len(set(ids)) < len(ids):
+            raise ConfigError("logit_bias names a token twice; give each token one bias")
+        for token, bias in self.logit_bias:
+            if not abs(bias) <= MAX_BIAS:
+                raise ConfigError(
+                    f"logit_bias of token {token} is {bias}; it must lie in -{MAX_BIAS:g}..{MAX_BIAS:g} "
+                    "(to exclude a token for good, name it in banned_token_ids)"
+                )
 
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether any field changes the logits before temperature and filters."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        return penalties or bool(self.banned_token_ids or self.logit_bias or self.min_tokens)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The whole method at batch size 1: draft, schedule, verify, commit. The reference that every faster loop must equal.
 
-Readable beside seed section 11. The loop knows no particular drafter, and exactness never depends on one: the
+The loop knows no particular drafter, and exactness never depends on one: the
 target's distribution is shaped before verification, drafts are judged against the very distribution they were drawn
 from, and the three kinds of random draws have a stream each.
 
@@ -22,10 +22,12 @@ from torch import Tensor
 
 from dspark.core import Completion, DraftDistribution, RoundRecord, SamplingParams
 from dspark.errors import RequestError, ScheduleError
+from dspark.maths.block_verification import verify_block
 from dspark.maths.rejection import Verdict, verify, verify_greedy
-from dspark.maths.sampling import RequestStreams, target_probs
+from dspark.maths.sampling import RequestStreams, TargetRows
 from dspark.maths.scheduling import FixedScheduler, Scheduler
-from dspark.models.drafter import Drafter
+from dspark.maths.shaping import Shaper
+from dspark.models.drafter import Drafter, MirrorsShaping
 from dspark.models.target import KVMemory, Target
 
 
@@ -75,12 +77,14 @@ def stream(
     Greedy output equals plain greedy decoding; sampled output has exactly the target's distribution, for every
     drafter and every scheduler whose choice depends on the past alone. Output ends at the first stop token (kept), at
     ``max_new_tokens`` exactly, or when prompt and output fill the target's context. Raises :class:`RequestError` for
-    a prompt that is empty, over-long or holds an id outside the vocabulary, and :class:`ScheduleError` for a
-    scheduler that needs confidences the drafter does not give.
+    a prompt that is empty, over-long or holds an id outside the vocabulary and for rules that name such an id or
+    leave no token, and :class:`ScheduleError` for a scheduler that needs confidences the drafter does not give.
     """
     scheduler = scheduler or FixedScheduler()
     check_request(target, drafter, prompt_ids, max_new_tokens=max_new_tokens, scheduler=scheduler)
+    check_shaping(sampling, stop_token_ids, vocab_size=target.info.vocab_size)
     room = min(len(prompt_ids) + max_new_tokens, target.info.max_len)
+    shaper = Shaper(sampling, prompt_ids, stop_token_ids=stop_token_ids) if sampling.shapes_logits else None
     request = _Request(
         target=target,
         drafter=drafter,
@@ -89,8 +93,11 @@ def stream(
         stops=frozenset(stop_token_ids),
         memory=target.new_memory(rows=1, max_len=room),
         context=drafter.open(max_len=room),
+        shaper=shaper,
         room=room,
     )
+    if shaper is not None and isinstance(drafter, MirrorsShaping):
+        drafter.mirror(request.context, shaper)
     rounds: list[RoundRecord] = []
     begin = time.perf_counter()
     first = _prefill(request, prompt_ids)
@@ -144,9 +151,21 @@ def check_request(
         )
 
 
+def check_shaping(sampling: SamplingParams, stop_token_ids: Collection[int], *, vocab_size: int) -> None:
+    """Refuse rules that name a token the target does not have, or that leave none to draw."""
+    named = {*sampling.banned_token_ids, *(token for token, _ in sampling.logit_bias)}
+    if named and max(named) >= vocab_size:
+        raise RequestError(
+            f"banned_token_ids or logit_bias names token {max(named)}; the target's ids are 0..{vocab_size - 1}"
+        )
+    excluded = {*sampling.banned_token_ids, *(stop_token_ids if sampling.min_tokens else ())}
+    if len(excluded) >= vocab_size:
+        raise RequestError(f"all {vocab_size} tokens are banned or held back by min_tokens; leave at least one")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What stays the same over a request's rounds, and the two states that its rounds mutate."""
+    """What stays the same over a request's rounds, and the states that its rounds mutate."""
 
     target: Target
     drafter: Drafter
@@ -155,6 +174,7 @@ class _Request:
     stops: frozenset[int]
     memory: KVMemory  # of the target, row 0
     context: Any  # the drafter's own type
+    shaper: Shaper | None  # None where no rule looks at the text before a position
     room: int  # tokens that prompt and output may have together
 
 
@@ -163,7 +183,10 @@ def _prefill(request: _Request, prompt_ids: Sequence[int]) -> int:
     token_ids = torch.tensor(prompt_ids, dtype=torch.long, device=request.target.info.device)
     output = request.target.forward(token_ids, request.memory, taps=request.drafter.taps, last_only=True)
     request.drafter.extend(request.context, token_ids, output.features)
-    return _judge(request, token_ids[:0], None, output.logits).next_token
+    first = _judge(request, token_ids[:0], None, output.logits).next_token
+    if request.shaper is not None:
+        request.shaper.commit([first])
+    return first
 
 
 def _round(request: _Request, anchor: int, *, committed: int, scheduler: Scheduler) -> RoundRecord:
@@ -191,6 +214,8 @@ def _round(request: _Request, anchor: int, *, committed: int, scheduler: Schedul
     request.memory.rollback(0, committed - 1 + kept)
     features = None if output.features is None else output.features[:kept]
     request.drafter.extend(request.context, token_ids[:kept], features)
+    if request.shaper is not None:
+        request.shaper.commit(run)
     end = time.perf_counter()
     confidence = () if proposal.confidence is None else tuple(proposal.confidence.tolist())
     return RoundRecord(
@@ -209,6 +234,10 @@ def _round(request: _Request, anchor: int, *, committed: int, scheduler: Schedul
 def _judge(request: _Request, drafts: Tensor, distribution: DraftDistribution | None, logits: Tensor | None) -> Verdict:
     """Verify the scheduled drafts against the target's rows; with no draft, just draw the target's token."""
     assert logits is not None
-    if request.sampling.greedy:
+    sampling = request.sampling
+    if request.shaper is not None:
+        logits = request.shaper.rows(logits, drafts.tolist())
+    if sampling.greedy:
         return verify_greedy(drafts, logits.argmax(-1))
-    return verify(drafts, distribution, target_probs(logits, request.sampling), request.streams)
+    rule = verify_block if sampling.rule == "block" else verify
+    return rule(drafts, distribution, TargetRows(logits, sampling), request.streams)

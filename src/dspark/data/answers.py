@@ -23,11 +23,10 @@ from torch import Tensor
 from dspark.chat import ChatFormat
 from dspark.core import SamplingParams
 from dspark.errors import ConfigError, DataError, RequestError
-from dspark.maths.sampling import RequestStreams, inverse_cdf, target_probs, uniforms
+from dspark.maths.sampling import RequestStreams, blockwise_inverse_cdf, inverse_cdf, target_probs, uniforms
 from dspark.models.target import KVMemory, Target
 
 PREFILL_TOKENS = 2048  # most prompt tokens of one pass, if they are more than one prompt; bounds its activations
-BLOCK = 256  # tokens of the vocabulary that the first level of a draw takes together; about its square root
 NAMED = 8  # skipped prompts that the log names
 
 _log = logging.getLogger(__name__)
@@ -148,9 +147,14 @@ def sample_answers(
 
     ``sampling.seed`` is the run's; each job's own derives from it. An answer has 1..``max_new_tokens`` tokens, fewer
     where the context ends. The KV memory is as long as the longest job. ``on_pass`` is told the tokens drawn after
-    each target pass. Raises :class:`ConfigError` for a number below 1, :class:`RequestError` for a job without prompt
-    or room.
+    each target pass. Raises :class:`ConfigError` for a number below 1 and for a ``sampling`` that shapes the logits by
+    the text before (a drafter is to learn the target's own habits), :class:`RequestError` for a job without prompt or
+    room.
     """
+    if sampling.shapes_logits:
+        raise ConfigError(
+            "answers are drawn without penalties, logit_bias, banned_token_ids and min_tokens; unset them"
+        )
     for name, value in (("rows", rows), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be 1 or more")
@@ -250,25 +254,3 @@ def draw_tokens(
     weights = logits.to(torch.float32, copy=True)
     weights.sub_(weights.amax(1, keepdim=True)).div_(params.temperature).exp_()
     return blockwise_inverse_cdf(weights, u)
-
-
-def blockwise_inverse_cdf(
-    weights: Float[Tensor, "rows vocab"], u: Float[Tensor, "rows"], *, block: int = BLOCK
-) -> Int[Tensor, "rows"]:
-    """:func:`~dspark.maths.sampling.inverse_cdf` in two levels: a block of tokens by its sum, then a token within it.
-
-    A running sum over the vocabulary in float64, a comparison and a search read some twenty bytes a token; this reads
-    four. The share of ``u`` that is left for the block is stretched to [0, 1) of the block's own mass, so no rounding
-    between the two levels can point outside it. Raises :class:`RequestError` as the plain version does.
-    """
-    rows, vocab = weights.shape
-    whole = vocab // block * block
-    sums = weights[:, :whole].view(rows, -1, block).sum(2, dtype=torch.float64)
-    if whole < vocab:
-        sums = torch.cat((sums, weights[:, whole:].sum(1, keepdim=True, dtype=torch.float64)), 1)
-    chosen = inverse_cdf(sums, u)[:, None]
-    cdf, mass = sums.cumsum(1), sums.gather(1, chosen)
-    left = (u[:, None] * cdf[:, -1:] - (cdf.gather(1, chosen) - mass)) / mass
-    places = chosen * block + torch.arange(block, device=weights.device)
-    part = weights.gather(1, places.clamp(max=vocab - 1)).masked_fill_(places >= vocab, 0.0)
-    return chosen[:, 0] * block + inverse_cdf(part, left[:, 0].clamp(0.0, 1.0 - 2.0**-53))

@@ -11,14 +11,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from dspark.core import SamplingParams
-from dspark.errors import ModelError
+from dspark.errors import ConfigError, ModelError
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRun:
     """What another engine made of a prompt."""
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # empty if the engine does not tell them
     tokens_per_second: float  # after its first token; nan if that was its only one
 
 
@@ -71,6 +71,8 @@ class TransformersPeer:
         max_new_tokens: int,
         stop_token_ids: Collection[int],
     ) -> PeerRun:
+        if sampling.shapes_logits:
+            raise ConfigError("transformers is compared without penalties, logit_bias, bans and min_tokens; unset them")
         clock = _TokenClock()
         ids = torch.tensor([list(prompt_ids)], device=self._model.device)
         stops = sorted(stop_token_ids)

@@ -11,8 +11,9 @@ A drafter that chose a token with certainty (greedy, n-gram lookup) has q = 1 th
 with probability p(x), and the residual is p without x.
 
 :func:`acceptance_probs` and :func:`residual_probs` state the rule and are deterministic; :func:`verify` tosses the
-coins. Source: DSpark section 3; DeepSpec ``verify_draft_tokens``, from which we differ in dividing by q itself
-instead of max(q, 1e-8), and in working in float64.
+coins, and looks at no row of the target that it does not need. The other rule is
+:mod:`dspark.maths.block_verification`. Source: DSpark section 3; DeepSpec ``verify_draft_tokens``, from which we differ
+in dividing by q itself instead of max(q, 1e-8), and in dividing in float64.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.core import DraftDistribution
-from dspark.maths.sampling import RequestStreams, draw, uniforms
+from dspark.maths.sampling import RequestStreams, TargetRows, draw, uniforms
 
 # Below this mass a residual is rounding noise. It is reached only after a rejection whose probability was as small, so
 # drawing from the target's row instead moves the output by less than fp32 can express.
@@ -42,27 +43,31 @@ class Verdict:
 def verify(
     draft_tokens: Int[Tensor, "block"],
     distribution: DraftDistribution | None,
-    target_probs: Float[Tensor, "block+1 vocab"],
+    target_probs: Float[Tensor, "block+1 vocab"] | TargetRows,
     streams: RequestStreams,
 ) -> Verdict:
     """Accept a prefix of ``draft_tokens`` and draw the token after it.
 
     ``draft_tokens`` are the scheduled drafts only, 0 or more; ``distribution`` may have further rows, which are
     ignored; None means each draft was certain. Row k of ``target_probs`` follows the anchor and the first k drafts;
-    every transformation of the target's distribution has been applied.
+    every transformation of the target's distribution has been applied. Rows after the first rejection are not read.
 
     Advances ``streams.accept`` by one uniform per draft whatever the outcome, and ``streams.residual`` by one. Fixed
     counts rather than draws as needed: the coin of a draft then depends on its number in the request's history of
     verified drafts alone, so all coins of a step can be drawn before its outcome is known, for a whole batch at once,
     and with fixed verify lengths a request is reproduced whoever shares its batch and whichever loop runs it.
     """
-    verify_len = len(draft_tokens)
-    stands = acceptance_probs(draft_tokens, distribution, target_probs)
-    coins = uniforms(verify_len, streams.accept).to(stands.device)
-    accepted = int((coins < stands).cumprod(0).sum())  # strictly: `<=` would accept probability 0 on a coin of 0
+    chances = draft_probs_of(draft_tokens, distribution).tolist()
+    coins = uniforms(len(draft_tokens), streams.accept).tolist()
+    accepted = 0
+    for token, chance, coin in zip(draft_tokens.tolist(), chances, coins, strict=True):
+        # strictly: `<=` would accept probability 0 on a coin of 0; without min(1, p/q), which no coin can tell from p/q
+        if not coin < float(target_probs[accepted][token]) / chance:
+            break
+        accepted += 1
     row = target_probs[accepted]
-    if accepted < verify_len:
-        row = residual_probs(row, draft_row(accepted, draft_tokens, distribution, vocab_size=len(row)))
+    if accepted < len(draft_tokens):
+        row = residual_weights(row, accepted, draft_tokens, distribution)
     return Verdict(accepted=accepted, next_token=draw(row, streams.residual))
 
 
@@ -82,34 +87,74 @@ def acceptance_probs(
     target_probs: Float[Tensor, "block+1 vocab"],
 ) -> Float[Tensor, "block"]:
     """Chance that each draft stands given that all before it did: min(1, p/q), in float64; 0 where p is 0."""
-    verify_len = len(draft_tokens)
-    chosen = target_probs[:verify_len].gather(1, draft_tokens[:, None])[:, 0].double()
-    if distribution is None:
-        return chosen.clamp(max=1.0)  # q = 1; p may exceed 1 by a rounding error
-    draft_probs = _first_rows(distribution, verify_len).of(draft_tokens).double()
-    assert bool((draft_probs > 0).all()), "a draft has probability 0 in the distribution it is said to be drawn from"
-    return (chosen / draft_probs).clamp(max=1.0)
+    return acceptance_ratios(draft_tokens, distribution, target_probs).clamp(max=1.0)
 
 
-def residual_probs(target_row: Float[Tensor, "vocab"], draft_row: Float[Tensor, "vocab"]) -> Float[Tensor, "vocab"]:
-    """Distribution of the token that replaces a rejected draft: max(p - q, 0), normalised, in float64.
+def acceptance_ratios(
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    target_probs: Float[Tensor, "block+1 vocab"],
+) -> Float[Tensor, "block"]:
+    """p/q of each draft, in float64; for a certain draft it may exceed 1 by a rounding error of p."""
+    chosen = target_probs[: len(draft_tokens)].gather(1, draft_tokens[:, None])[:, 0].double()
+    return chosen / draft_probs_of(draft_tokens, distribution)
 
-    The target's own row where the difference has a mass of at most ``MIN_RESIDUAL_MASS``.
+
+def residual_probs(
+    target_row: Float[Tensor, "vocab"], draft_row: Float[Tensor, "vocab"], *, share: float = 1.0
+) -> Float[Tensor, "vocab"]:
+    """Distribution of the token that replaces a rejected draft: max(share p - q, 0), normalised, in float64.
+
+    ``share``, in [0, 1], is 1 in the token-wise rule. The target's own row where the difference has a mass of at most
+    ``MIN_RESIDUAL_MASS``.
     """
     target = target_row.double()
-    residual = (target - draft_row.double()).clamp_(min=0.0)
+    residual = (share * target - draft_row.double()).clamp_(min=0.0)
     mass = residual.sum()
     return residual.div_(mass) if float(mass) > MIN_RESIDUAL_MASS else target / target.sum()
+
+
+def residual_weights(
+    target_row: Float[Tensor, "vocab"],
+    k: int,
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    *,
+    share: float = 1.0,
+) -> Float[Tensor, "vocab"]:
+    """:func:`residual_probs` of position ``k`` as it is drawn from: not normalised, fp32, and the draft's distribution
+    not spread over the vocabulary. The target's own row again where nothing is left."""
+    weights = missing_mass(target_row, k, draft_tokens, distribution, share=share)
+    return weights if float(weights.sum(dtype=torch.float64)) > MIN_RESIDUAL_MASS else target_row
+
+
+def missing_mass(
+    target_row: Float[Tensor, "vocab"],
+    k: int,
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    *,
+    share: float = 1.0,
+) -> Float[Tensor, "vocab"]:
+    """max(share p - q, 0) per token at position ``k``, q being what draft k was drawn from.
+
+    A single subtraction of fp32 numbers: what it rounds is a 2**-24 part of its own result.
+    """
+    weights = target_row.clone() if share == 1.0 else target_row * share
+    if distribution is None:
+        weights[draft_tokens[k]] = 0.0  # q = 1
+    elif distribution.token_ids is None:
+        weights.sub_(distribution.probs[k]).clamp_(min=0.0)
+    else:
+        ids = distribution.token_ids[k]
+        weights[ids] = (weights[ids] - distribution.probs[k]).clamp_(min=0.0)
+    return weights
 
 
 def draft_row(
     k: int, draft_tokens: Int[Tensor, "block"], distribution: DraftDistribution | None, *, vocab_size: int
 ) -> Float[Tensor, "vocab"]:
-    """Draft distribution of position ``k`` over the whole vocabulary; one-hot for a draft that was certain.
-
-    The only place where a distribution over candidates is spread out, and :func:`verify` needs it for the rejected
-    row only.
-    """
+    """Draft distribution of position ``k`` over the whole vocabulary; one-hot for a draft that was certain."""
     if distribution is not None:
         return distribution.dense(k, vocab_size)
     one_hot = torch.zeros(vocab_size, device=draft_tokens.device)
@@ -117,7 +162,14 @@ def draft_row(
     return one_hot
 
 
-def _first_rows(distribution: DraftDistribution, count: int) -> DraftDistribution:
-    """The rows of the scheduled drafts."""
-    ids = distribution.token_ids
-    return DraftDistribution(distribution.probs[:count], None if ids is None else ids[:count])
+def draft_probs_of(
+    draft_tokens: Int[Tensor, "block"], distribution: DraftDistribution | None
+) -> Float[Tensor, "block"]:
+    """q of each scheduled draft, in float64; 1 where it was certain. ``distribution`` may have further rows."""
+    if distribution is None:
+        return torch.ones(len(draft_tokens), dtype=torch.float64, device=draft_tokens.device)
+    count, ids = len(draft_tokens), distribution.token_ids
+    scheduled = DraftDistribution(distribution.probs[:count], None if ids is None else ids[:count])
+    draft_probs = scheduled.of(draft_tokens).double()
+    assert bool((draft_probs > 0).all()), "a draft has probability 0 in the distribution it is said to be drawn from"
+    return draft_probs

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
+from dspark.maths.shaping import Shaper
 
 EMPTY = Proposal(torch.empty(0, dtype=torch.long))
 
@@ -39,6 +40,16 @@ class Drafter(Protocol):
         self, state: Any, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
     ) -> Proposal:
         """At most ``limit`` drafts after ``anchor``; an empty proposal past the drafter's own context limit."""
+        ...
+
+
+@runtime_checkable
+class MirrorsShaping(Protocol):
+    """A drafter that can follow the request's penalties, biases and bans; optional, and a matter of acceptance only."""
+
+    def mirror(self, state: Any, shaper: Shaper) -> None:
+        """Called once after :meth:`Drafter.open`, if the request has such rules. ``shaper`` is the request's own and
+        knows the committed text, anchor included, whenever a proposal is asked for (:meth:`Shaper.mirrored`)."""
         ...
 
 

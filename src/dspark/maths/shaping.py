@@ -1,0 +1,165 @@
+"""What a request's rules make of the target's logits at one position, given the text before that position.
+
+The rules look at the history, so each position of a block has its own: prompt, output so far, and the drafts before
+the position. They are applied to the target's rows before verification, and nothing else is needed for exactness: a
+target that is shaped by its history is a target like any other.
+
+Order, the one of vLLM's sampler: banned tokens and min_tokens (logit -inf), logit_bias (added), repetition_penalty,
+frequency_penalty, presence_penalty; then, in :mod:`dspark.maths.sampling`, temperature, top_k, top_p, min_p.
+repetition_penalty is that of transformers (and of CTRL, Keskar et al. 2019): a positive logit is divided by it, another
+multiplied, for every token in prompt or output. frequency and presence penalties are those of OpenAI's API: over the
+output only, subtracted per occurrence and once.
+
+:func:`shaped_logits` states the rules for one row; :class:`Shaper` gives the same numbers, bit for bit, for all rows of
+a block, from counts that it keeps from round to round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dspark.core import SamplingParams
+
+NEVER = float("-inf")
+FIRST_CAPACITY = 256  # distinct tokens that a shaper makes room for at first; doubled when full
+
+
+def shaped_logits(
+    logits: Float[Tensor, "vocab"],
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    stop_token_ids: Collection[int] = (),
+) -> Float[Tensor, "vocab"]:
+    """fp32 logits of the token after ``prompt_ids`` and ``output_ids``, by all rules of ``params``.
+
+    ``stop_token_ids`` are what min_tokens holds back. The plain version; ``logits`` is left alone.
+    """
+    shaped = logits.float().clone()
+    for token, bias in params.logit_bias:
+        shaped[token] += bias
+    for token in {*prompt_ids, *output_ids}:
+        logit = shaped[token]
+        shaped[token] = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+    for token, count in Counter(output_ids).items():
+        shaped[token] -= params.frequency_penalty * count
+        shaped[token] -= params.presence_penalty
+    for token in params.banned_token_ids:
+        shaped[token] = NEVER
+    if len(output_ids) < params.min_tokens:
+        for token in stop_token_ids:
+            shaped[token] = NEVER
+    return shaped
+
+
+class Shaper:
+    """:func:`shaped_logits` over a request's life, for all rows of a block at once, touching no other tokens' logits.
+
+    Arrays in lockstep, one entry per distinct token that a rule looks at: ``_ids``, ``_bias``, ``_seen`` (in prompt or
+    output), ``_counts`` (in the output). A draft gets an entry too; if it is rejected the entry stays, and changes
+    nothing.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Sequence[int], *, stop_token_ids: Collection[int] = ()
+    ) -> None:
+        self._params, self._banned, self._stops = params, list(params.banned_token_ids), sorted(stop_token_ids)
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        self._has_penalties = penalties != (1.0, 0.0, 0.0)
+        self._places: dict[int, int] = {}
+        self._ids = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self._bias = np.zeros(FIRST_CAPACITY, dtype=np.float32)
+        self._counts = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self._seen = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
+        self._output_len = 0
+        for token, bias in params.logit_bias:
+            self._bias[self._place(token)] = bias
+        if self._has_penalties:
+            for token in prompt_ids:
+                self._seen[self._place(token)] = True
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Take in the next tokens of the output."""
+        self._output_len += len(token_ids)
+        if self._has_penalties:
+            for token in token_ids:
+                place = self._place(token)
+                self._seen[place] = True
+                self._counts[place] += 1
+
+    def rows(self, logits: Float[Tensor, "rows vocab"], draft_tokens: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+        """Shaped fp32 logits; row k follows the committed text and the first k of ``draft_tokens``, which are one
+        fewer than the rows. ``logits`` is left alone."""
+        assert len(logits) == len(draft_tokens) + 1, "one row per draft, and one after the last"
+        return self._shaped(logits, draft_tokens, None)
+
+    def mirrored(
+        self, draft_logits: Float[Tensor, "block draft_vocab"], columns: Int[Tensor, "vocab"] | None = None
+    ) -> Float[Tensor, "block draft_vocab"]:
+        """A drafter's logits under the same rules, as far as the committed text decides them; fp32.
+
+        Raises acceptance and nothing else. ``columns`` [vocab]: the column of each of the target's tokens, -1 for
+        none; None where they are the target's vocabulary in order.
+        """
+        return self._shaped(draft_logits, (), columns)
+
+    def _shaped(self, logits: Tensor, draft_tokens: Sequence[int], columns: Tensor | None) -> Tensor:
+        shaped = logits.to(torch.float32, copy=True)
+        places = [self._place(token) for token in draft_tokens] if self._has_penalties else []
+        if count := len(self._places):
+            ids, chosen = self._columns(self._ids[:count], columns, shaped.device)
+            part = shaped[:, ids] + self._tensor(self._bias[:count], shaped.device)[chosen]
+            if self._has_penalties:
+                part = self._penalised(part, places, chosen)
+            shaped[:, ids] = part
+        if self._banned:
+            shaped[:, self._columns(np.array(self._banned), columns, shaped.device)[0]] = NEVER
+        early = max(0, self._params.min_tokens - self._output_len)
+        if early and self._stops:
+            shaped[:early, self._columns(np.array(self._stops), columns, shaped.device)[0]] = NEVER
+        return shaped
+
+    def _penalised(self, part: Tensor, places: Sequence[int], chosen: Tensor) -> Tensor:
+        """The three penalties on the entries ``chosen``; row k counts the first k of the drafts at ``places``."""
+        params, count, rows = self._params, len(self._places), len(part)
+        seen, counts = np.tile(self._seen[:count], (rows, 1)), np.tile(self._counts[:count], (rows, 1))
+        for k, place in enumerate(places):
+            seen[k + 1 :, place] = True
+            counts[k + 1 :, place] += 1
+        seen_here = self._tensor(seen, part.device)[:, chosen]
+        counts_here = self._tensor(counts, part.device)[:, chosen].double()
+        repeated = torch.where(part > 0, part / params.repetition_penalty, part * params.repetition_penalty)
+        part = torch.where(seen_here, repeated, part)
+        part = part - (counts_here * params.frequency_penalty).float()
+        return part - ((counts_here > 0).double() * params.presence_penalty).float()
+
+    def _place(self, token: int) -> int:
+        """Entry of ``token``, a new one if it has none."""
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self._ids):
+            self._ids, self._bias, self._counts, self._seen = (
+                np.concatenate((array, np.zeros_like(array)))
+                for array in (self._ids, self._bias, self._counts, self._seen)
+            )
+        self._ids[place] = token
+        return place
+
+    @staticmethod
+    def _columns(token_ids: np.ndarray, columns: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Columns of those of ``token_ids`` that have one, and which these are."""
+        ids = Shaper._tensor(token_ids, device)
+        if columns is None:
+            return ids, torch.arange(len(ids), device=device)
+        found = columns[ids]
+        return found[found >= 0], (found >= 0).nonzero()[:, 0]
+
+    @staticmethod
+    def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+        return torch.from_numpy(array).to(device)
