@@ -297,7 +297,13 @@ def bench(
     threshold: Threshold = None,
     candidates: Candidates = 64,
     peer: Annotated[
-        Literal["transformers"] | None, typer.Option(help="Measure another engine's generate as well.")
+        Literal["transformers", "llama.cpp"] | None, typer.Option(help="Measure another engine as well.")
+    ] = None,
+    peer_python: Annotated[
+        Path | None, typer.Option(help="For llama.cpp: a Python whose environment has xllamacpp.")
+    ] = None,
+    peer_model: Annotated[
+        Path | None, typer.Option(help="For llama.cpp: a GGUF file; default: the one of `smollm2`.")
     ] = None,
     as_json: Json = False,
     dtype: Dtype = "auto",
@@ -307,13 +313,17 @@ def bench(
     trust_remote_code: Trust = False,
 ) -> None:
     """Measure drafted against undrafted decoding, prompt by prompt in one process."""
+    import torch
+
     from dspark import console
     from dspark.artifacts import provenance
     from dspark.bundle import Bundle, check_scheduler
     from dspark.core import SamplingParams
     from dspark.evaluate.bench import BenchConfig, prompts_of, read_prompts
     from dspark.evaluate.demo_prompts import PROMPTS
-    from dspark.evaluate.peer import TransformersPeer
+    from dspark.evaluate.llama_cpp import LlamaCppPeer
+    from dspark.evaluate.peer import Peer, TransformersPeer
+    from dspark.models.weights import embedded_gguf
 
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     config = BenchConfig(max_new_tokens=max_new_tokens, sampling=sampling)
@@ -323,7 +333,13 @@ def bench(
     bundle = Bundle.load(model, drafter, candidates=candidates, **place)
     rule = bundle.scheduler(scheduler, verify_len=verify_len, threshold=threshold)
     info = bundle.target.info
-    other = TransformersPeer(bundle.folder, dtype=info.dtype, device=info.device) if peer else None
+    other: Peer | None = None
+    if peer == "transformers":
+        other = TransformersPeer(bundle.folder, dtype=info.dtype, device=info.device)
+    elif peer == "llama.cpp":
+        if peer_python is None:
+            raise ConfigError("peer_python is not given; --peer llama.cpp needs a Python with the package xllamacpp")
+        other = LlamaCppPeer(peer_python, peer_model or embedded_gguf(), threads=torch.get_num_threads())
     report = console.run_bench(bundle, chosen, config, scheduler=rule, peer=other)
     if as_json:
         settings = {"config": config, "scheduler": repr(rule), "peer": peer, "provenance": provenance()}
@@ -350,6 +366,41 @@ def demo(
     config = BenchConfig(max_new_tokens=max_new_tokens)
     bundle = Bundle.load(model, drafter, **_place(dtype, device, "auto", threads, False))
     console.show_demo(bundle, prompts_of(PROMPTS, limit=DEMO_PER_DOMAIN), config)
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A drafter's folder, in any of the formats that `convert` names.")],
+    target: Annotated[
+        str | None, typer.Option(help="Model to judge it by; exit code 1 if it does not fit.")
+    ] = None,
+    as_json: Json = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Say what a drafter is, by which conventions, and whether it fits a model."""
+    from dspark import formats_cli
+
+    if code := formats_cli.run_inspect(folder, target=target, as_json=as_json, trust_remote_code=trust_remote_code):
+        raise typer.Exit(code)
+
+
+@app.command()
+def convert(
+    folder: Annotated[Path, typer.Argument(help="A drafter's folder.")],
+    out: Annotated[Path, typer.Argument(help="The new folder.")],
+    to: Annotated[str, typer.Option(help="deepspec, speculators, specforge, zlab or sglang-eagle3.")],
+    target: Annotated[str | None, typer.Option(help="The model it was trained for: checked, and named inside.")] = None,
+    with_embeddings: Annotated[
+        bool, typer.Option("--with-embeddings", help="Store copies of the target's embedding and head.")
+    ] = False,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Write a drafter in another project's format."""
+    from dspark import formats_cli
+
+    formats_cli.run_convert(
+        folder, out, to=to, target=target, with_embeddings=with_embeddings, trust_remote_code=trust_remote_code
+    )
 
 
 def _place(dtype: str, device: str, implementation: str, threads: int | None, trust: bool) -> dict[str, Any]:

