@@ -1,9 +1,10 @@
-"""The drafter's parallel backbone: a few Qwen3-shaped layers that predict a whole block in one pass.
+"""The drafter's parallel backbone: a few decoder layers that predict a whole block in one pass.
 
 The target's tapped states are projected once, C = RMSNorm(fc . F), and injected into the keys and values of every
-layer (seed section 5.1). A block is the anchor's embedding followed by masks; slot k predicts the token at anchor + k
-+ 1, so the anchor's slot predicts too. Every query sees the context strictly before its anchor and all slots of its
-own block.
+layer. A block is the anchor's embedding followed by masks. Slot k predicts the token at anchor + k + 1, so the anchor's
+slot predicts too; in z-lab's DFlash convention (``sample_from_anchor`` false) there is one mask more, slot k predicts
+the token at anchor + k, and the anchor's slot is given. Every query sees the context strictly before its anchor and all
+slots of its own block.
 
 This module is the training form: it runs many blocks of several sequences at once and autograd works through it. The
 decoding form, one block after another over cached context keys and values, is in :mod:`dspark.models.dspark`.
@@ -20,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dspark.models.draft_config import DraftConfig
-from dspark.models.heads import ConfidenceHead, VanillaMarkovHead
+from dspark.models.heads import ConfidenceHead, SequentialHead, make_head
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class BlockBatch:
     features: Float[Tensor, "context features"]
     context_counts: Sequence[int]
     anchors: Int[Tensor, "blocks"]
-    anchor_ids: Int[Tensor, "blocks"]
     block_counts: Sequence[int]
 
 
@@ -48,15 +48,26 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
-        wide = x if x.dtype == torch.float64 else x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight).to(x.dtype)
+        return _rms(x, self.eps, self.weight)
 
 
-def rope_table(positions: Int[Tensor, "rows"], head_dim: int, theta: float) -> Float[Tensor, "two rows head_dim"]:
-    """Cosines and sines of the rotary embedding, halves repeated (transformers' ``rotate_half`` convention),
-    float64."""
+def _rms(
+    x: Float[Tensor, "*rows size"], eps: float, weight: Float[Tensor, "size"] | None = None
+) -> Float[Tensor, "*rows size"]:
+    wide = x if x.dtype == torch.float64 else x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight).to(x.dtype)
+
+
+def rope_table(
+    positions: Int[Tensor, "rows"], head_dim: int, theta: float, partial: float = 1.0
+) -> Float[Tensor, "two rows head_dim"]:
+    """Cosines and sines of the rotary embedding, halves repeated (transformers' ``rotate_half`` convention), float64.
+
+    Pairs past the first ``partial`` of the head do not turn.
+    """
     rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    rates[int(partial * head_dim // 2) :] = 0.0
     angles = positions.double()[:, None] * rates
     angles = torch.cat((angles, angles), -1)
     return torch.stack((angles.cos(), angles.sin()))
@@ -71,6 +82,14 @@ def rotate(
     return x * cos + torch.cat((-right, left), -1) * sin
 
 
+@dataclass(frozen=True)
+class Tables:
+    """Rotary tables of one batch: those of its slots and those of its context rows."""
+
+    slots: Float[Tensor, "two slots head_dim"]
+    context: Float[Tensor, "two context head_dim"]
+
+
 class DraftAttention(nn.Module):
     """Attention over [context ; own block]; keys and values of both come from the same projections."""
 
@@ -78,9 +97,11 @@ class DraftAttention(nn.Module):
         super().__init__()
         d, h = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, h
+        self.scale, self.eps = config.attention_scale, config.rms_norm_eps
+        self.norms_values = config.layer_style == "gemma4"
         self.q_proj = nn.Linear(d, self.heads * h, bias=False)
         self.k_proj = nn.Linear(d, self.kv_heads * h, bias=False)
-        self.v_proj = nn.Linear(d, self.kv_heads * h, bias=False)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(d, self.kv_heads * h, bias=False)
         self.o_proj = nn.Linear(self.heads * h, d, bias=False)
         self.q_norm = RMSNorm(h, config.rms_norm_eps)
         self.k_norm = RMSNorm(h, config.rms_norm_eps)
@@ -90,23 +111,28 @@ class DraftAttention(nn.Module):
         x: Float[Tensor, "slots hidden"],
         context: Float[Tensor, "context hidden"],
         batch: BlockBatch,
-        slot_table: Float[Tensor, "two slots head_dim"],
-        context_table: Float[Tensor, "two context head_dim"],
+        tables: Tables,
     ) -> Float[Tensor, "slots hidden"]:
-        q = rotate(self.q_norm(_linear(x, self.q_proj).unflatten(1, (self.heads, -1))), slot_table)
-        k = rotate(self.k_norm(_linear(x, self.k_proj).unflatten(1, (self.kv_heads, -1))), slot_table)
-        v = _linear(x, self.v_proj).unflatten(1, (self.kv_heads, -1))
-        k_ctx = rotate(self.k_norm(_linear(context, self.k_proj).unflatten(1, (self.kv_heads, -1))), context_table)
-        v_ctx = _linear(context, self.v_proj).unflatten(1, (self.kv_heads, -1))
+        q = rotate(self.q_norm(_linear(x, self.q_proj).unflatten(1, (self.heads, -1))), tables.slots)
+        k, v = self.keys_values(x, tables.slots)
+        k_ctx, v_ctx = self.keys_values(context, tables.context)
         size = x.shape[0] // max(1, batch.anchors.shape[0])
         outputs, slot0, row0, block0 = [], 0, 0, 0
         for rows, blocks in zip(batch.context_counts, batch.block_counts, strict=True):
             slots = slice(slot0, slot0 + blocks * size)
             ctx = slice(row0, row0 + rows)
             anchors = batch.anchors[block0 : block0 + blocks]
-            outputs.append(block_attention(q[slots], k[slots], v[slots], k_ctx[ctx], v_ctx[ctx], anchors))
+            outputs.append(block_attention(q[slots], k[slots], v[slots], k_ctx[ctx], v_ctx[ctx], anchors, self.scale))
             slot0, row0, block0 = slot0 + blocks * size, row0 + rows, block0 + blocks
         return _linear(torch.cat(outputs), self.o_proj)
+
+    def keys_values(
+        self, x: Float[Tensor, "rows hidden"], table: Float[Tensor, "two rows head_dim"]
+    ) -> tuple[Float[Tensor, "rows kv_heads head_dim"], Float[Tensor, "rows kv_heads head_dim"]]:
+        """Normed and rotated keys, and values, of slots or context rows; Gemma norms values too, without a weight."""
+        raw = _linear(x, self.k_proj).unflatten(1, (self.kv_heads, -1))
+        v = raw if self.v_proj is None else _linear(x, self.v_proj).unflatten(1, (self.kv_heads, -1))
+        return rotate(self.k_norm(raw), table), _rms(v, self.eps) if self.norms_values else v
 
 
 def block_attention(
@@ -116,6 +142,7 @@ def block_attention(
     k_ctx: Float[Tensor, "context kv_heads head_dim"],
     v_ctx: Float[Tensor, "context kv_heads head_dim"],
     anchors: Int[Tensor, "blocks"],
+    scale: float,
 ) -> Float[Tensor, "slots width"]:
     """Attention of one sequence's packed blocks: context index i is visible iff i < anchor, and the own block entirely.
 
@@ -125,9 +152,7 @@ def block_attention(
     slots, heads, dim = q.shape
     kv_heads, blocks = k.shape[1], anchors.shape[0]
     size, groups, rows = slots // blocks, heads // kv_heads, k_ctx.shape[0]
-    q = (
-        q.view(blocks, size, kv_heads, groups, dim).permute(2, 0, 3, 1, 4) * dim**-0.5
-    )  # kv_heads blocks groups size dim
+    q = q.view(blocks, size, kv_heads, groups, dim).permute(2, 0, 3, 1, 4) * scale  # kv_heads blocks groups size dim
     own_k = k.view(blocks, size, kv_heads, dim).permute(2, 0, 3, 1)
     own_v = v.view(blocks, size, kv_heads, dim).permute(2, 0, 1, 3)
     q = q.reshape(kv_heads, blocks, groups * size, dim)
@@ -144,16 +169,19 @@ def block_attention(
 
 
 class DraftMLP(nn.Module):
-    """SwiGLU."""
+    """activation(gate) * up, then down; the activation is silu, or the tanh form of gelu in Gemma's style."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
+        self.gelu = config.layer_style == "gemma4"
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "slots hidden"]) -> Float[Tensor, "slots hidden"]:
-        return _linear(F.silu(_linear(x, self.gate_proj)) * _linear(x, self.up_proj), self.down_proj)
+        gate = _linear(x, self.gate_proj)
+        gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
+        return _linear(gate * _linear(x, self.up_proj), self.down_proj)
 
 
 class DraftLayer(nn.Module):
@@ -166,6 +194,42 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def forward(
+        self,
+        x: Float[Tensor, "slots hidden"],
+        context: Float[Tensor, "context hidden"],
+        batch: BlockBatch,
+        tables: Tables,
+    ) -> Float[Tensor, "slots hidden"]:
+        x = x + self.self_attn(self.input_layernorm(x), context, batch, tables)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class GemmaDraftLayer(DraftLayer):
+    """Gemma 4's layer: what attention and feed-forward add is normed too, and the sum is scaled by a frozen number.
+
+    Source: ``Gemma4TextDecoderLayer`` of transformers; DeepSpec ``Gemma4DSparkDecoderLayer``.
+    """
+
+    layer_scalar: Tensor
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self,
+        x: Float[Tensor, "slots hidden"],
+        context: Float[Tensor, "context hidden"],
+        batch: BlockBatch,
+        tables: Tables,
+    ) -> Float[Tensor, "slots hidden"]:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), context, batch, tables))
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x * self.layer_scalar.to(x.dtype)
+
 
 class DraftModel(nn.Module):
     """All parameters of a DSpark drafter under DeepSpec's tensor names; embedding and head stay the target's."""
@@ -175,12 +239,19 @@ class DraftModel(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        layer = GemmaDraftLayer if config.layer_style == "gemma4" else DraftLayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.markov_head: VanillaMarkovHead | None = None
+        self.markov_head: SequentialHead | None = None
         self.confidence_head: ConfidenceHead | None = None
         if config.markov_rank:
-            self.markov_head = VanillaMarkovHead(config.vocab_size, config.output_size, config.markov_rank)
+            self.markov_head = make_head(
+                config.markov_head_type,
+                vocab_size=config.vocab_size,
+                output_size=config.output_size,
+                rank=config.markov_rank,
+                hidden_size=config.hidden_size,
+            )
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(config.confidence_inputs)
         self.d2t: Tensor | None
@@ -200,6 +271,10 @@ class DraftModel(nn.Module):
         """C = RMSNorm(fc . F), shared by all layers."""
         return self.hidden_norm(_linear(features, self.fc))
 
+    def _turns(self, positions: Int[Tensor, "rows"]) -> Float[Tensor, "two rows head_dim"]:
+        config = self.config
+        return rope_table(positions, config.head_dim, config.rope_theta, config.partial_rotary_factor)
+
     def forward(
         self,
         batch: BlockBatch,
@@ -207,23 +282,23 @@ class DraftModel(nn.Module):
         mask_embed: Float[Tensor, "hidden"],
         block_size: int | None = None,
     ) -> Float[Tensor, "blocks block hidden"]:
-        """Hidden states h_k of every slot, after the last norm.
+        """Hidden states of every slot that predicts, after the last norm: row k is h_k, which predicts anchor + k + 1.
 
         Embeddings are the frozen target's, already scaled where the family scales. ``block_size`` may be smaller than
         the config's: the block then ends early, as a curriculum wants.
         """
         size = block_size or self.config.block_size
-        masks = mask_embed.expand(anchor_embeds.shape[0], size - 1, -1)
+        slots = self.config.slots(size)
+        masks = mask_embed.expand(anchor_embeds.shape[0], slots - 1, -1)
         x = torch.cat((anchor_embeds[:, None], masks), 1).flatten(0, 1)
-        device, dim, theta = x.device, self.config.head_dim, self.config.rope_theta
-        positions = (batch.anchors[:, None] + torch.arange(size, device=device)).flatten()
+        device = x.device
+        positions = (batch.anchors[:, None] + torch.arange(slots, device=device)).flatten()
         rows = torch.cat([torch.arange(n, device=device) for n in batch.context_counts])
-        slot_table, context_table = rope_table(positions, dim, theta), rope_table(rows, dim, theta)
+        tables = Tables(self._turns(positions), self._turns(rows))
         context = self.context(batch.features)
         for layer in self.draft_layers():
-            x = x + layer.self_attn(layer.input_layernorm(x), context, batch, slot_table, context_table)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x).unflatten(0, (-1, size))
+            x = layer(x, context, batch, tables)
+        return self.norm(x).unflatten(0, (-1, slots))[:, slots - size :]
 
 
 def _linear(x: Float[Tensor, "rows inputs"], module: nn.Linear) -> Float[Tensor, "rows outputs"]:

@@ -84,12 +84,12 @@ def run_blocks(
     weights = weights / weights.sum().clamp(min=1e-6)
     keep = supervised.flatten().nonzero().squeeze(1)  # unsupervised slots cost nothing from here on
     rows = hidden.flatten(0, 1)[keep]
-    prev = None if model.markov_head is None else model.markov_head.embed(prev_ids.flatten()[keep]).to(shared.dtype)
-    w2 = None if model.markov_head is None else model.markov_head.markov_w2.weight
+    head = model.markov_head
+    latents = None if head is None else head.latents(hidden, prev_ids).flatten(0, 1)[keep]
     loss, slots = chunked_losses(
         rows,
-        prev,
-        w2,
+        latents,
+        None if head is None else head.markov_w2.weight,
         shared.head,
         _targets(parts, block_size, keep),
         shared.to_draft[labels.flatten()[keep]],
@@ -100,7 +100,8 @@ def run_blocks(
     )
     error = float("nan")
     if model.confidence_head is not None:
-        confidence_loss, error = _confidence_loss(model, rows, prev, slots, weights.flatten()[keep], config)
+        previous = prev_ids.flatten()[keep]
+        confidence_loss, error = _confidence_loss(model, rows, previous, slots, weights.flatten()[keep], config)
         loss = loss + config.alpha_confidence * confidence_loss
     if config.alpha_state > 0:
         loss = loss + config.alpha_state * _state_errors(hidden[:, 0], parts).mean()
@@ -149,7 +150,7 @@ def _hidden(
     parts: Sequence[tuple[Sample, SampleFeatures, Blocks]],
     block_size: int,
 ) -> Float[Tensor, "blocks block hidden"]:
-    """The backbone's states of every slot; a sample's context is cut at its last anchor."""
+    """The backbone's states of every slot that predicts; a sample's context is cut at its last anchor."""
     contexts = [int(blocks.anchors[-1]) for _, _, blocks in parts]
     features = [kept.features[:rows] for (_, kept, _), rows in zip(parts, contexts, strict=True)]
     device = shared.head.device
@@ -158,7 +159,6 @@ def _hidden(
         torch.cat(features).to(shared.dtype),
         contexts,
         torch.cat([blocks.anchors for _, _, blocks in parts]).to(device),
-        anchor_ids,
         [blocks.anchors.shape[0] for _, _, blocks in parts],
     )
     return model(batch, shared.target.embed(anchor_ids).to(shared.dtype), shared.mask_embed, block_size)
@@ -180,15 +180,21 @@ def _targets(
 def _confidence_loss(
     model: DraftModel,
     rows: Float[Tensor, "kept hidden"],
-    prev: Float[Tensor, "kept rank"] | None,
+    prev_ids: Int[Tensor, "kept"],
     slots: SlotLosses,
     weights: Float[Tensor, "kept"],
     config: TrainConfig,
 ) -> tuple[Float[Tensor, ""], float]:
-    """Binary cross-entropy against c* (detached); its gradient stops at the head if ``confidence_detach``."""
+    """Binary cross-entropy against c* (detached); its gradient stops at the head if ``confidence_detach``.
+
+    Whatever the sequential head, the input is W1[previous token] beside the state, or the state alone.
+    """
     assert model.confidence_head is not None
-    inputs = torch.cat((rows, prev), 1) if prev is not None and model.config.confidence_head_with_markov else rows
-    inputs = (inputs.detach() if config.confidence_detach else inputs).float()
-    logits, labels = model.confidence_head(inputs), slots.acceptance_rate.float()
+    inputs = rows
+    if model.markov_head is not None and model.config.confidence_head_with_markov:
+        inputs = torch.cat((rows, model.markov_head.embed(prev_ids).to(rows.dtype)), 1)
+    inputs = inputs.detach() if config.confidence_detach else inputs
+    logits = model.confidence_head(inputs.to(torch.promote_types(inputs.dtype, torch.float32)))
+    labels = slots.acceptance_rate.to(logits.dtype)
     loss = (F.binary_cross_entropy_with_logits(logits, labels, reduction="none") * weights).sum()
     return loss, float((logits.detach().sigmoid() - labels).abs().mean())

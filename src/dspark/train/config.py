@@ -27,6 +27,8 @@ class TrainConfig:
     layers: int = 2
     block_size: int = 7
     markov_rank: int = 128
+    markov_head: str = "vanilla"  # vanilla, gated or rnn
+    sample_from_anchor: bool = True  # False: the anchor's slot is given and predicts nothing (z-lab's DFlash)
     taps: tuple[int, ...] = ()  # empty: spread over the target by z-lab's formula
     num_taps: int = 3  # used when `taps` is empty
     draft_vocab: int = 16384  # most frequent tokens of the answers; 0 keeps the whole vocabulary

@@ -38,6 +38,7 @@ from dspark.errors import ConfigError
 from dspark.models.backbone import DraftModel
 from dspark.models.checkpoint import load_drafter_model, save_drafter
 from dspark.models.draft_config import DraftConfig
+from dspark.models.draft_recipes import default_taps, for_target
 from dspark.models.initialise import fit_bigram, fresh, from_target
 from dspark.models.loading import choose_device, choose_dtype, load_target
 from dspark.models.target import Target, TargetInfo
@@ -79,13 +80,6 @@ class Run:
     blocks: int = 0
 
 
-def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
-    """Ids spread over the target by z-lab's formula: n = 1 -> L // 2, else round(1 + i (L - 4) / (n - 1))."""
-    if count == 1:
-        return (num_layers // 2,)
-    return tuple(sorted({round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)}))
-
-
 def reserved_token(tokenizer: Any, counts: Tensor) -> int:
     """A special token that no answer contains, to serve as the mask; never the padding or an end token."""
     taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
@@ -101,33 +95,19 @@ def reserved_token(tokenizer: Any, counts: Tensor) -> int:
 
 
 def draft_config(config: TrainConfig, target_config: Any, info: TargetInfo, mask_token_id: int) -> DraftConfig:
-    """The drafter's shape: Qwen3-style layers with the target's width, heads, rotary base and vocabulary."""
-    text = getattr(target_config, "text_config", target_config)
-    heads = text.num_attention_heads
-    rope = getattr(text, "rope_parameters", None) or {}
-    theta = (
-        rope.get("rope_theta") or rope.get("full_attention", {}).get("rope_theta") or getattr(text, "rope_theta", None)
-    )
-    gemma = info.family.startswith("gemma")
-    return DraftConfig(
+    """The drafter's shape: the target's, and what the run's configuration says."""
+    return for_target(
+        target_config,
+        mask_token_id=mask_token_id,
         vocab_size=info.vocab_size,
-        hidden_size=info.hidden_size,
-        num_target_layers=info.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or info.hidden_size // heads,
-        intermediate_size=text.intermediate_size,
-        rms_norm_eps=text.rms_norm_eps,
-        rope_theta=theta or 10000.0,
         max_position_embeddings=info.max_len,
-        embed_scale=info.hidden_size**0.5 if gemma else 1.0,
-        final_soft_cap=getattr(text, "final_logit_softcapping", None) or 0.0,
         num_hidden_layers=config.layers,
         block_size=config.block_size,
-        mask_token_id=mask_token_id,
         target_layer_ids=config.taps or default_taps(info.num_layers, config.num_taps),
         markov_rank=config.markov_rank,
+        markov_head_type=config.markov_head,
         enable_confidence_head=config.confidence,
+        sample_from_anchor=config.sample_from_anchor,
         draft_vocab_size=config.draft_vocab if 0 < config.draft_vocab < info.vocab_size else None,
     )
 
