@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from dspark.chat import ChatFormat
 from dspark.core import Completion, RoundRecord, SamplingParams
@@ -81,10 +80,11 @@ class Bundle:
         target = load_target(
             model, dtype=dtype, device=device, implementation=implementation, trust_remote_code=trust_remote_code
         )
+        chat = ChatFormat.from_folder(folder, trust_remote_code=trust_remote_code)
         return cls(
             target=target,
-            drafter=_load_drafter(drafter, target, candidates),
-            chat=ChatFormat.from_folder(folder, trust_remote_code=trust_remote_code),
+            drafter=_load_drafter(drafter, target, chat, candidates),
+            chat=chat,
             folder=folder,
             model=model,
         )
@@ -126,12 +126,13 @@ class Bundle:
         return FixedScheduler(verify_len) if threshold is None else ThresholdScheduler(threshold)
 
 
-def _load_drafter(spec: str, target: Target, candidates: int) -> Drafter:
-    """The drafter; the message has a remedy where nobody chose the one that does not serve, or its file is damaged."""
+def _load_drafter(spec: str, target: Target, chat: ChatFormat, candidates: int) -> Drafter:
+    """The drafter; the message has a remedy where nobody chose the one that does not serve."""
+    reserved = dict.fromkeys(chat.stop_token_ids, "an end token")
+    if (pad := chat.tokenizer.pad_token_id) is not None:
+        reserved.setdefault(pad, "the pad token")
     try:
-        return load_drafter(spec, target, candidates=candidates)
-    except SafetensorError as error:
-        raise CheckpointError(f"the weights of drafter {spec} are damaged ({error}); copy or train it again") from error
+        return load_drafter(spec, target, candidates=candidates, reserved=reserved)
     except CheckpointError as error:
         if spec != "default":
             raise

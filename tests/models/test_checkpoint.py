@@ -275,9 +275,9 @@ def test_stored_copies_are_compared_with_the_target() -> None:
     shared({"embed_tokens.weight": embedding, "lm_head.weight": head[ids]}, embedding, head)
     shared({"embed_tokens.weight": embedding.bfloat16(), "lm_head.weight": head[ids].half()}, embedding, head)
     shared({"embed_tokens.weight": embedding}, (embedding * 8**0.5).bfloat16(), head, scales=(1.0, 8**0.5))
-    with pytest.raises(CheckpointError, match="20 of 20 rows of embed_tokens.weight are not those of it"):
+    with pytest.raises(CheckpointError, match=r"20 of 20 rows of embed_tokens\.weight are not those of it"):
         shared({"embed_tokens.weight": embedding}, embedding * 8**0.5, head)
-    with pytest.raises(CheckpointError, match="9 of 9 rows of lm_head.weight"):
+    with pytest.raises(CheckpointError, match=r"9 of 9 rows of lm_head\.weight"):
         shared({"lm_head.weight": head[:9].flip(0)}, embedding, head)
     other = embedding.clone()
     other[7, 3] += 0.1
