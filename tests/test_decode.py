@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -203,15 +204,22 @@ SAMPLED = SamplingParams(temperature=0.8, top_k=3)
 SCHEDULERS = [FixedScheduler(), FixedScheduler(1), ThresholdScheduler(threshold=0.4), GreedyScheduler(sps(4))]
 
 
-def p_value(target: TableTarget, drafter: Drafter, scheduler: object, draws: int = 1200) -> float:
+def p_value(
+    target: TableTarget,
+    drafter: Drafter,
+    scheduler: object,
+    *,
+    sampling: SamplingParams = SAMPLED,
+    draws: int = 1200,
+) -> float:
     """Chi-square of the joint distribution of the first three tokens against the target's own."""
     prompt, counts = [1, 2], Counter()
     for seed in range(draws):
         done = generate(
-            target, drafter, prompt, sampling=replace(SAMPLED, seed=seed), max_new_tokens=3, scheduler=scheduler
+            target, drafter, prompt, sampling=replace(sampling, seed=seed), max_new_tokens=3, scheduler=scheduler
         )
         counts[done.token_ids] += 1
-    exact = target_chain(tuple(prompt), lambda prefix: target.next_probs(prefix, SAMPLED), 3)
+    exact = target_chain(tuple(prompt), lambda prefix: target.next_probs(prefix, sampling, prompt_len=2), 3)
     cells = sorted((c for c in product(range(4), repeat=3) if exact[c] > 0), key=lambda c: exact[c])
     assert set(counts) <= set(cells)
     observed, expected = [0.0], [0.0]
@@ -232,6 +240,81 @@ def p_value(target: TableTarget, drafter: Drafter, scheduler: object, draws: int
 def test_sampled_output_has_the_targets_distribution(name: str, scheduler: object) -> None:
     target = TableTarget(order=2, seed=3)
     assert p_value(target, DRAFTERS[name](target), scheduler) > 1e-3
+
+
+PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.4, presence_penalty=0.5, logit_bias=((3, 0.8),))
+
+
+@pytest.mark.parametrize("name", ["dspark-candidates", "table"])
+def test_sampled_output_has_the_shaped_distribution_under_the_joint_rule(name: str) -> None:
+    """Every row of a block with its own history, over two rounds, cut by the confidences."""
+    target = TableTarget(order=2, seed=3)
+    joint = replace(PENALISED, rule="block")
+    assert p_value(target, DRAFTERS[name](target), ThresholdScheduler(threshold=0.3), sampling=joint, draws=800) > 1e-3
+
+
+RULES = {
+    "repetition": SamplingParams(repetition_penalty=1.6),
+    "frequency": SamplingParams(frequency_penalty=0.4),
+    "all": SamplingParams(
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias=((0, 0.5),),
+        banned_token_ids=(2,),
+        min_tokens=9,
+    ),
+}
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_output_is_the_argmax_of_the_shaped_logits(name: str, rules: str) -> None:
+    sampling, prompt = RULES[rules], [1, 2]
+    for seed in range(3):
+        target = TableTarget(order=3, seed=seed, max_len=200)
+        tokens = list(prompt)
+        while len(tokens) < 42 and (len(tokens) == 2 or tokens[-1] != 3):
+            probs = target.next_probs(tokens, sampling, prompt_len=2, stop_token_ids=[3])
+            tokens.append(int(probs.argmax()))
+        drafter = DRAFTERS[name](target)
+        done = generate(target, drafter, prompt, sampling=sampling, max_new_tokens=40, stop_token_ids=[3])
+        assert list(done.token_ids) == tokens[2:]
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_banned_tokens_never_and_stops_not_too_early(temperature: float, rule: str) -> None:
+    sampling = SamplingParams(temperature=temperature, banned_token_ids=(1,), min_tokens=12, rule=rule)
+    for seed in range(4):
+        target = TableTarget(order=2, seed=seed)
+        drafter = FromTable(TableDrafter(vocab_size=4, block=3), target)  # it mirrors nothing
+        done = generate(
+            target, drafter, [1], sampling=replace(sampling, seed=seed), max_new_tokens=40, stop_token_ids=[0]
+        )
+        assert 1 not in done.token_ids and 0 not in done.token_ids[:12]
+        assert len(done.token_ids) > 12
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"banned_token_ids": (4,)}, r"names token 4; the target's ids are 0\.\.3"),
+        ({"logit_bias": ((9, 1.0),)}, "names token 9"),
+        ({"banned_token_ids": (0, 1, 2, 3)}, "all 4 tokens are banned"),
+        ({"banned_token_ids": (0, 1, 2), "min_tokens": 1}, "all 4 tokens are banned or held back by min_tokens"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused(rules: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        generate(
+            TableTarget(),
+            NoDrafter(),
+            [1],
+            sampling=SamplingParams(**rules),
+            max_new_tokens=3,
+            stop_token_ids=[3],
+        )
 
 
 def test_the_same_test_catches_one_stream_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from dspark.errors import ConfigError
 
-
 MAX_BIAS = 1e30  # of a logit; keeps every sum of a logit and its bias finite in fp32
 RULES = ("token", "block")  # of verification: dspark.maths.rejection and dspark.maths.block_verification
 

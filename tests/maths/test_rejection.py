@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes import ExactRounds, TableDrafter, TableTarget, chi_square_p, target_chain
+from fakes import ExactRounds, ExactVerification, TableDrafter, TableTarget, chi_square_p, target_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark.core import DraftDistribution, SamplingParams
 from dspark.maths import rejection
-from dspark.maths.rejection import Verdict, acceptance_probs, residual_probs, verify, verify_greedy
+from dspark.maths.rejection import Verdict, acceptance_probs, residual_probs, residual_weights, verify, verify_greedy
 from dspark.maths.sampling import RequestStreams, target_probs, uniforms
 from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, Scheduler, ThresholdScheduler
 
@@ -35,8 +35,12 @@ def table_drafter(kind: str) -> TableDrafter:
     return TableDrafter(vocab_size=4, block=2, kind=kind)
 
 
+def verification(params: SamplingParams, kind: str) -> ExactVerification:
+    return ExactVerification(lambda prefix: TARGET.next_probs(prefix, params), table_drafter(kind))
+
+
 def exact_rounds(params: SamplingParams, kind: str, scheduler: Scheduler) -> ExactRounds:
-    return ExactRounds(lambda prefix: TARGET.next_probs(prefix, params), table_drafter(kind), scheduler)
+    return ExactRounds(verification(params, kind), scheduler)
 
 
 def worst_gap(exact: ExactRounds, *, rounds: int, horizon: int) -> float:
@@ -48,8 +52,9 @@ def worst_gap(exact: ExactRounds, *, rounds: int, horizon: int) -> float:
 @pytest.mark.parametrize("params", PARAMS, ids=["T=1", "filters", "greedy"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_and_three_rounds_are_distributed_as_the_target(params: SamplingParams, kind: str) -> None:
+    shared = verification(params, kind)
     for scheduler in SCHEDULERS:
-        exact = exact_rounds(params, kind, scheduler)
+        exact = ExactRounds(shared, scheduler)
         assert worst_gap(exact, rounds=1, horizon=3) < 1e-6, scheduler
         assert worst_gap(exact, rounds=3, horizon=4) < 1e-6, scheduler
 
@@ -65,7 +70,7 @@ def test_the_schedulers_of_the_enumeration_do_choose_differently() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_enumeration_sees_a_residual_drawn_from_the_target(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tempting shortcut "after a rejection draw from p" is biased, and the oracle must notice."""
-    monkeypatch.setattr(rejection, "residual_probs", lambda target_row, draft_row: target_row.double())
+    monkeypatch.setattr(rejection, "residual_probs", lambda target_row, draft_row, *, share: target_row.double())
     assert worst_gap(exact_rounds(PARAMS[0], kind, FixedScheduler(None)), rounds=1, horizon=3) > 1e-2
 
 
@@ -157,6 +162,21 @@ def test_a_draft_outside_its_own_distribution_is_our_mistake() -> None:
     draft = DraftDistribution(torch.tensor([[0.5, 0.5]]), torch.tensor([[2, 0]]))
     with pytest.raises(AssertionError, match="probability 0 in the distribution"):
         acceptance_probs(torch.tensor([1]), draft, torch.full((2, 3), 1 / 3))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([*KINDS, "reduced"]), st.sampled_from([1.0, 0.7, 0.05]))
+def test_the_residual_as_it_is_drawn_from_is_the_stated_one(seed: int, kind: str, share: float) -> None:
+    """`verify` draws from fp32 weights, the draft on its own support; the rule is stated in float64 and spread out."""
+    drafter = TableDrafter(vocab_size=5, block=2, kind=kind, seed=seed)
+    proposal = drafter.propose((0, 1), torch.Generator().manual_seed(seed))
+    row = torch.randn(5, generator=torch.Generator().manual_seed(seed)).softmax(0)
+    weights = residual_weights(row, 1, proposal.draft_tokens, proposal.distribution, share=share)
+    draft_row = rejection.draft_row(1, proposal.draft_tokens, proposal.distribution, vocab_size=5)
+    stated = residual_probs(row, draft_row, share=share)
+    mass = float((share * row.double() - draft_row.double()).clamp(min=0).sum())
+    drawn = weights.double() / weights.double().sum()
+    assert float((drawn - stated).abs().max()) * mass < 1e-7  # a residual is reached with a chance of its mass
 
 
 @settings(deadline=None, max_examples=150)

@@ -9,13 +9,15 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from fakes import ExactRounds, TableDrafter, TableTarget, target_chain
+from fakes import ExactRounds, ExactVerification, TableDrafter, TableTarget, target_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
 from dspark.errors import ScheduleError
+from dspark.maths.rejection import verify
+from dspark.maths.sampling import RequestStreams
 from dspark.maths.scheduling import (
     FixedScheduler,
     GreedyScheduler,
@@ -80,10 +82,31 @@ class AppendixADrafter(TableDrafter):
     ids=["retrospective", "algorithm 1"],
 )
 def test_appendix_a(scheduler: Scheduler, expected: tuple[float, float]) -> None:
+    """The token-wise rule, enumerated: (0.85, 0.15) where the target says (0.7, 0.3), and exactly that."""
     drafter = AppendixADrafter(vocab_size=2, block=2, order=1)
     target = torch.tensor([0.7, 0.3])
-    first = ExactRounds(lambda prefix: target, drafter, scheduler).output((), rounds=1, horizon=1)
+    verification = ExactVerification(lambda prefix: target, drafter)
+    first = ExactRounds(verification, scheduler, order=1).output((), rounds=1, horizon=1)
     assert first.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [(RetrospectiveScheduler(APPENDIX_A_SPS), 0.85), (GreedyScheduler(APPENDIX_A_SPS), 0.7)],
+    ids=["retrospective", "algorithm 1"],
+)
+def test_appendix_a_by_simulation(scheduler: Scheduler, expected: float) -> None:
+    """The same with coins: first tokens of 2,000 drafted rounds, within four standard errors."""
+    drafter, rounds = AppendixADrafter(vocab_size=2, block=2, order=1), 2000
+    rows = torch.tensor([[0.7, 0.3]] * 3)
+    streams, firsts = RequestStreams.from_seed(1), 0
+    for _ in range(rounds):
+        proposal = drafter.propose((), streams.propose)
+        verify_len = scheduler.choose(proposal, 0)
+        drafts = proposal.draft_tokens[:verify_len]
+        verdict = verify(drafts, proposal.distribution, rows[: verify_len + 1], streams)
+        firsts += [*drafts[: verdict.accepted].tolist(), verdict.next_token][0] == 0
+    assert abs(firsts / rounds - expected) < 4 * (expected * (1 - expected) / rounds) ** 0.5
 
 
 def test_appendix_a_decisions() -> None:
@@ -101,7 +124,8 @@ def test_the_bias_is_no_accident_of_the_example() -> None:
     sps = torch.tensor([0.0, 1.0, 0.62, 0.6])
     gaps = {}
     for scheduler in (RetrospectiveScheduler(sps), GreedyScheduler(sps)):
-        exact = ExactRounds(lambda p: target.next_probs(p, SamplingParams(temperature=1.0)), drafter, scheduler)
+        verification = ExactVerification(lambda p: target.next_probs(p, SamplingParams(temperature=1.0)), drafter)
+        exact = ExactRounds(verification, scheduler)
         drafted = exact.output((0, 1), rounds=3, horizon=4)
         gaps[type(scheduler)] = float(np.abs(drafted - target_chain((0, 1), exact.next_probs, 4)).max())
     assert gaps[GreedyScheduler] < 1e-6

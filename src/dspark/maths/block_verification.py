@@ -24,8 +24,8 @@ depend on what comes later. Where a draft was certain (q = 1), s_k = r_k (1 - p(
 token by token.
 
 Counted from 1 as in the paper; in code entry k - 1 belongs to draft k. Source: Sun et al. 2024, "Block Verification
-Accelerates Speculative Decoding", Algorithm 2 (its M_b is our p, M_s our q). That at least as many stand as token by token,
-draft for draft, is seen from r_k >= r_(k-1) min(p/q, 1).
+Accelerates Speculative Decoding", Algorithm 2 (its M_b is our p, M_s our q). That a draft never stands
+with a smaller chance than token by token is seen from r_k >= r_(k-1) min(p/q, 1).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def verify_block(
 
 
 def coin_chance(ratio: float, missing: float) -> float:
-    """h_k of a draft that is not the last, from r_k and s_k. 1 at r_k = 1 and s_k = 0, where draft k+1 stands anyway."""
+    """h_k of a draft that is not the last, from r_k and s_k. 1 at r_k = 1 and s_k = 0, where k+1 stands anyway."""
     return missing / (missing + 1.0 - ratio) if missing > 0.0 or ratio < 1.0 else 1.0
 
 

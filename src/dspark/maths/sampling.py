@@ -57,8 +57,11 @@ def target_probs(logits: Float[Tensor, "rows vocab"], params: SamplingParams) ->
 
 
 class TargetRows:
-    """:func:`target_probs` row by row, each computed when it is first asked for: a verification reads the rows up to the
-    first rejection, mostly a few of many. Indexed as the tensor would be, by one row."""
+    """:func:`target_probs` row by row, each computed when it is first asked for.
+
+    A verification reads the rows up to the first rejection, mostly a few of many. Indexed as the tensor would be, by
+    one row.
+    """
 
     def __init__(self, logits: Float[Tensor, "rows vocab"], params: SamplingParams) -> None:
         self._logits, self._params = logits, params

@@ -18,13 +18,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark.core import SamplingParams
+
+IntArray = NDArray[np.int64]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 NEVER = float("-inf")
 FIRST_CAPACITY = 256  # distinct tokens that a shaper makes room for at first; doubled when full
@@ -74,16 +79,18 @@ class Shaper:
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._has_penalties = penalties != (1.0, 0.0, 0.0)
         self._places: dict[int, int] = {}
-        self._ids = np.zeros(FIRST_CAPACITY, dtype=np.int64)
-        self._bias = np.zeros(FIRST_CAPACITY, dtype=np.float32)
-        self._counts = np.zeros(FIRST_CAPACITY, dtype=np.int64)
-        self._seen = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
+        self._ids: IntArray = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self._bias: NDArray[np.float32] = np.zeros(FIRST_CAPACITY, dtype=np.float32)
+        self._counts: IntArray = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self._seen: NDArray[np.bool_] = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
         self._output_len = 0
         for token, bias in params.logit_bias:
-            self._bias[self._place(token)] = bias
+            place = self._place(token)
+            self._bias[place] = bias
         if self._has_penalties:
             for token in prompt_ids:
-                self._seen[self._place(token)] = True
+                place = self._place(token)
+                self._seen[place] = True
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Take in the next tokens of the output."""
@@ -105,17 +112,22 @@ class Shaper:
     ) -> Float[Tensor, "block draft_vocab"]:
         """A drafter's logits under the same rules, as far as the committed text decides them; fp32.
 
-        Raises acceptance and nothing else. ``columns`` [vocab]: the column of each of the target's tokens, -1 for
-        none; None where they are the target's vocabulary in order.
+        It raises acceptance and nothing else. A row of which nothing would be left stays as it is. ``columns``
+        [vocab]: the column of each of the target's tokens, -1 for none; None where they are the target's vocabulary in
+        order.
         """
-        return self._shaped(draft_logits, (), columns)
+        shaped = self._shaped(draft_logits, (), columns)
+        if len(self._banned) + len(self._stops) >= shaped.shape[1]:
+            empty = shaped.isneginf().all(1, keepdim=True)
+            shaped = torch.where(empty, draft_logits.float(), shaped)
+        return shaped
 
     def _shaped(self, logits: Tensor, draft_tokens: Sequence[int], columns: Tensor | None) -> Tensor:
         shaped = logits.to(torch.float32, copy=True)
         places = [self._place(token) for token in draft_tokens] if self._has_penalties else []
         if count := len(self._places):
             ids, chosen = self._columns(self._ids[:count], columns, shaped.device)
-            part = shaped[:, ids] + self._tensor(self._bias[:count], shaped.device)[chosen]
+            part = shaped[:, ids] + _tensor(self._bias[:count], shaped.device)[chosen]
             if self._has_penalties:
                 part = self._penalised(part, places, chosen)
             shaped[:, ids] = part
@@ -133,33 +145,35 @@ class Shaper:
         for k, place in enumerate(places):
             seen[k + 1 :, place] = True
             counts[k + 1 :, place] += 1
-        seen_here = self._tensor(seen, part.device)[:, chosen]
-        counts_here = self._tensor(counts, part.device)[:, chosen].double()
+        seen_here = _tensor(seen, part.device)[:, chosen]
+        counts_here = _tensor(counts, part.device)[:, chosen].double()
         repeated = torch.where(part > 0, part / params.repetition_penalty, part * params.repetition_penalty)
         part = torch.where(seen_here, repeated, part)
         part = part - (counts_here * params.frequency_penalty).float()
         return part - ((counts_here > 0).double() * params.presence_penalty).float()
 
     def _place(self, token: int) -> int:
-        """Entry of ``token``, a new one if it has none."""
+        """Entry of ``token``, a new one if it has none; may replace the arrays by longer ones."""
         place = self._places.setdefault(token, len(self._places))
         if place == len(self._ids):
-            self._ids, self._bias, self._counts, self._seen = (
-                np.concatenate((array, np.zeros_like(array)))
-                for array in (self._ids, self._bias, self._counts, self._seen)
-            )
+            self._ids, self._bias = _doubled(self._ids), _doubled(self._bias)
+            self._counts, self._seen = _doubled(self._counts), _doubled(self._seen)
         self._ids[place] = token
         return place
 
     @staticmethod
-    def _columns(token_ids: np.ndarray, columns: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _columns(token_ids: IntArray, columns: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Columns of those of ``token_ids`` that have one, and which these are."""
-        ids = Shaper._tensor(token_ids, device)
+        ids = _tensor(token_ids, device)
         if columns is None:
             return ids, torch.arange(len(ids), device=device)
         found = columns[ids]
         return found[found >= 0], (found >= 0).nonzero()[:, 0]
 
-    @staticmethod
-    def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-        return torch.from_numpy(array).to(device)
+
+def _doubled(array: NDArray[Scalar]) -> NDArray[Scalar]:
+    return np.concatenate((array, np.zeros_like(array)))
+
+
+def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
