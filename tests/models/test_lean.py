@@ -261,3 +261,10 @@ def test_the_final_state_can_be_tapped(pairs: Callable[[str], Pair]) -> None:
     out = target.forward(tokens(5), target.new_memory(rows=1, max_len=8), taps=(0, FINAL))
     assert out.features is not None
     assert torch.equal(out.features[:, out.final.shape[1] :], out.final)
+
+
+@pytest.mark.parametrize("max_len", [0, 1 << 20])
+def test_memory_beyond_the_context_is_refused(pairs: Callable[[str], Pair], max_len: int) -> None:
+    _, target = pairs("smollm2")
+    with pytest.raises(RequestError, match=f"max_len is {max_len}"):
+        target.new_memory(rows=1, max_len=max_len)

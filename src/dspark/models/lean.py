@@ -28,7 +28,7 @@ from dspark.models.linear import Linear
 from dspark.models.native import native_ops
 from dspark.models.plain import PlainOps
 from dspark.models.ragged import SHORT_COUNT, check_batch, last_tokens
-from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_taps
+from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_max_len, check_taps
 
 ROW_QUANTUM = 8  # rows of a verification pass: the anchor and seven drafts
 
@@ -112,7 +112,8 @@ class LeanTarget:
         ]
 
     def new_memory(self, *, rows: int, max_len: int) -> LeanMemory:
-        """KV memory for ``rows`` requests of up to ``max_len`` tokens each."""
+        """KV memory for ``rows`` requests of up to ``max_len`` tokens each; :class:`RequestError` past the context."""
+        check_max_len(max_len, self.info)
         return LeanMemory(self.config, rows=rows, max_len=max_len, dtype=self.info.dtype, device=self.info.device)
 
     def embed(self, token_ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:

@@ -148,6 +148,12 @@ class Target(Protocol):
         ...
 
 
+def check_max_len(max_len: int, info: TargetInfo) -> None:
+    """Raise :class:`RequestError` if a memory is asked for more tokens than the target's context holds."""
+    if not 1 <= max_len <= info.max_len:
+        raise RequestError(f"max_len is {max_len}; {info.name} takes 1 to {info.max_len} tokens, answer included")
+
+
 def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """Return ``taps`` as a tuple; raise :class:`ConfigError` unless strictly ascending in [-1, num_layers - 2], with
     ``FINAL`` allowed behind them."""

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from dspark.errors import ModelError
 from dspark.models.ragged import check_batch
-from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_taps
+from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_max_len, check_taps
 
 RECURRENT_KINDS = ("mamba", "linear_attention", "recurrent", "conv", "hybrid")  # of layer_types: no rollback
 
@@ -54,7 +54,8 @@ class TransformersTarget:
         self._shapes, self._embedding_scale, self._head_is_all = self._probe()
 
     def new_memory(self, *, rows: int, max_len: int) -> KVMemory:
-        """KV memory for ``rows`` requests of up to ``max_len`` tokens each."""
+        """KV memory for ``rows`` requests of up to ``max_len`` tokens each; :class:`RequestError` past the context."""
+        check_max_len(max_len, self.info)
         shapes = [(heads, max(key, value)) for heads, key, value in self._shapes]
         return KVMemory(rows=rows, max_len=max_len, shapes=shapes, dtype=self.info.dtype, device=self.info.device)
 
