@@ -290,7 +290,7 @@ def test_banned_tokens_never_and_stops_not_too_early(temperature: float, rule: s
         target = TableTarget(order=2, seed=seed)
         drafter = FromTable(TableDrafter(vocab_size=4, block=3), target)  # it mirrors nothing
         done = generate(
-            target, drafter, [1], sampling=replace(sampling, seed=seed), max_new_tokens=40, stop_token_ids=[0]
+            target, drafter, [1], sampling=replace(sampling, seed=seed), max_new_tokens=40, stop_token_ids=[0, 99]
         )
         assert 1 not in done.token_ids and 0 not in done.token_ids[:12]
         assert len(done.token_ids) > 12

@@ -30,6 +30,7 @@ BELOW |= {"data": STAGE, "train": STAGE | {"data"}, "evaluate": STAGE}
 BELOW |= {"export": STAGE, "formats_cli": STAGE | {"export"}}
 BELOW |= {"bundle": STAGE | {"evaluate"}}
 BELOW |= {"console": STAGE | {"evaluate", "bundle"}, "train_cli": STAGE | {"evaluate", "bundle", "train", "data"}}
+BELOW |= {"assignments": {"core", "errors"}}
 BELOW |= {"answers_cli": STAGE | {"data"}}
 BELOW |= {"cli": {*BELOW}, "__main__": {"cli"}}
 ABOVE = {"models/registry.py": {"export"}}  # the door to drafters of any format stands above the formats

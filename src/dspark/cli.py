@@ -97,6 +97,15 @@ MinP = Annotated[
     float, typer.Option(help="Drop tokens below this share of the likeliest one's chance.", rich_help_panel=SAMPLING)
 ]
 Seed = Annotated[int, typer.Option(help="Of the random streams.", rich_help_panel=SAMPLING)]
+SamplingFields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Any other field of SamplingParams, as name=value: penalties, logit_bias, banned_token_ids, min_tokens, "
+        "rule=block (joint verification). May be repeated.",
+        rich_help_panel=SAMPLING,
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SAMPLING)]
 DrafterSpec = Annotated[
     str, typer.Option("--drafter", "-d", help="default, ngram, none or a drafter's folder.", rich_help_panel=DRAFTING)
@@ -149,6 +158,7 @@ def generate(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     seed: Seed = 0,
+    sampling_fields: SamplingFields = None,
     max_new_tokens: MaxNewTokens = 256,
     scheduler: SchedulerName = "fixed",
     verify_len: VerifyLen = None,
@@ -170,10 +180,11 @@ def generate(
     if raw and system is not None:
         raise ConfigError("--system goes into the chat template, which --raw leaves out; give one of the two")
     from dspark import console
+    from dspark.assignments import read_sampling
     from dspark.bundle import Bundle, check_scheduler
-    from dspark.core import SamplingParams
 
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    sampling = read_sampling(given, sampling_fields or [])
     check_scheduler(scheduler, verify_len=verify_len, threshold=threshold)
     place = _place(dtype, device, implementation, threads, trust_remote_code)
     bundle = Bundle.load(model, drafter, candidates=candidates, **place)
@@ -195,6 +206,7 @@ def chat(
     top_p: TopP = 0.95,
     min_p: MinP = 0.0,
     seed: Seed = 0,
+    sampling_fields: SamplingFields = None,
     max_new_tokens: MaxNewTokens = 512,
     system: System = None,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the accepted draft tokens.")] = False,
@@ -206,10 +218,11 @@ def chat(
 ) -> None:
     """Talk in the terminal, or answer the lines of stdin one after the other. /reset starts afresh, /quit ends."""
     from dspark import console
+    from dspark.assignments import read_sampling
     from dspark.bundle import Bundle
-    from dspark.core import SamplingParams
 
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    sampling = read_sampling(given, sampling_fields or [])
     bundle = Bundle.load(model, drafter, **_place(dtype, device, implementation, threads, trust_remote_code))
     console.converse(bundle, sampling=sampling, max_new_tokens=max_new_tokens, system=system, show_drafts=show_drafts)
 
@@ -291,6 +304,7 @@ def bench(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     seed: Seed = 0,
+    sampling_fields: SamplingFields = None,
     max_new_tokens: MaxNewTokens = 128,
     scheduler: SchedulerName = "fixed",
     verify_len: VerifyLen = None,
@@ -317,15 +331,16 @@ def bench(
 
     from dspark import console
     from dspark.artifacts import provenance
+    from dspark.assignments import read_sampling
     from dspark.bundle import Bundle, check_scheduler
-    from dspark.core import SamplingParams
     from dspark.evaluate.bench import BenchConfig, prompts_of, read_prompts
     from dspark.evaluate.demo_prompts import PROMPTS
     from dspark.evaluate.llama_cpp import LlamaCppPeer
     from dspark.evaluate.peer import Peer, TransformersPeer
     from dspark.models.weights import embedded_gguf
 
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    sampling = read_sampling(given, sampling_fields or [])
     config = BenchConfig(max_new_tokens=max_new_tokens, sampling=sampling)
     check_scheduler(scheduler, verify_len=verify_len, threshold=threshold)
     chosen = read_prompts(prompts, limit=limit) if prompts else prompts_of(PROMPTS, limit=limit)
@@ -371,9 +386,7 @@ def demo(
 @app.command()
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A drafter's folder, in any of the formats that `convert` names.")],
-    target: Annotated[
-        str | None, typer.Option(help="Model to judge it by; exit code 1 if it does not fit.")
-    ] = None,
+    target: Annotated[str | None, typer.Option(help="Model to judge it by; exit code 1 if it does not fit.")] = None,
     as_json: Json = False,
     trust_remote_code: Trust = False,
 ) -> None:

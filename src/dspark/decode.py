@@ -82,9 +82,10 @@ def stream(
     """
     scheduler = scheduler or FixedScheduler()
     check_request(target, drafter, prompt_ids, max_new_tokens=max_new_tokens, scheduler=scheduler)
-    check_shaping(sampling, stop_token_ids, vocab_size=target.info.vocab_size)
+    held_back = [token for token in stop_token_ids if token < target.info.vocab_size]  # others cannot come up anyway
+    check_shaping(sampling, held_back, vocab_size=target.info.vocab_size)
     room = min(len(prompt_ids) + max_new_tokens, target.info.max_len)
-    shaper = Shaper(sampling, prompt_ids, stop_token_ids=stop_token_ids) if sampling.shapes_logits else None
+    shaper = Shaper(sampling, prompt_ids, stop_token_ids=held_back) if sampling.shapes_logits else None
     request = _Request(
         target=target,
         drafter=drafter,

@@ -8,6 +8,7 @@ proposed with certainty.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from jaxtyping import Float, Int
@@ -56,13 +57,15 @@ class NgramDrafter:
     def propose(
         self, state: NgramState, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
     ) -> Proposal:
-        """Look the ending (anchor included) up; the proposal may run into the anchor and repeat from there."""
+        """Look the ending (anchor included) up; the proposal may run into the anchor and repeat from there, and ends
+        before a banned token."""
         self._index(state)
         known = [*state.token_ids, anchor]
         for n in range(self.max_match, self.min_match - 1, -1):
             where = state.after.get(tuple(known[-n:])) if len(known) >= n else None
             if where is not None:
                 drafts = self._continuation(known, where, min(limit, self.block_size))
+                drafts = list(takewhile(lambda token: token not in sampling.banned_token_ids, drafts))
                 return Proposal(torch.tensor(drafts, dtype=torch.long)) if drafts else EMPTY
         return EMPTY
 
