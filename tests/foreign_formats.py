@@ -249,6 +249,7 @@ MADE: dict[str, tuple[str, str, Callable[[], Foreign]]] = {  # name -> its forma
     "deepspec-dflash": ("deepspec", "dflash", deepspec_dflash),
     "deepspec-eagle3": ("deepspec", "eagle3", deepspec_eagle3),
     "speculators": ("speculators", "dspark", speculators),
+    "speculators-given": ("speculators", "dspark", lambda: speculators(anchored=False)),
     "speculators-dflash": ("speculators", "dflash", speculators_dflash),
     "speculators-eagle3": ("speculators", "eagle3", speculators_eagle3),
     "specforge": ("specforge", "dspark", specforge),

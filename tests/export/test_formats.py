@@ -10,6 +10,7 @@ import torch
 from fakes import TableTarget
 from foreign_formats import BLOCK, DRAFT_IDS, HIDDEN, LAYERS, MADE, MASK, TAPS, VOCAB, Foreign
 from safetensors.torch import load_file
+from transformers import Qwen3Config
 
 from dspark.core import SamplingParams
 from dspark.decode import generate
@@ -69,6 +70,7 @@ def test_reading_and_writing_the_same_format_changes_no_bit(tmp_path: Path, name
 # Which kinds a format has no place for, by what its refusal says.
 REFUSALS = {
     ("specforge", "dflash given"): "sample_from_anchor is false",
+    ("specforge", "dspark given"): "sample_from_anchor is false",
     ("specforge", "eagle3"): "cannot hold it",
     ("zlab", "dspark"): "holds DFlash alone",
     ("zlab", "dflash anchored"): "sample_from_anchor is True",
@@ -82,9 +84,9 @@ REFUSALS = {
 
 def variety(checkpoint) -> str:  # type: ignore[no-untyped-def]
     config = checkpoint.config
-    if checkpoint.kind == "dflash":
-        return "dflash anchored" if config.sample_from_anchor else "dflash given"
-    return "eagle3 normed" if checkpoint.kind == "eagle3" and config.qk_norm else checkpoint.kind
+    if checkpoint.kind in ("dspark", "dflash"):
+        return f"{checkpoint.kind} {'anchored' if config.sample_from_anchor else 'given'}"
+    return "eagle3 normed" if config.qk_norm else "eagle3"
 
 
 @pytest.mark.parametrize("to", [form.name for form in FORMATS])
@@ -167,6 +169,9 @@ def test_left_out_defaults_of_a_nested_config_are_those_of_transformers(tmp_path
     nested = made.config["transformer_layer_config"]
     assert "hidden_act" not in nested  # equal to Qwen3Config's default
     assert read_checkpoint(made.save(tmp_path / "s")).config.head_dim == 4
+    nested["rope_parameters"] = None  # as good as left out
+    theta = read_checkpoint(Foreign(made.config, made.tensors).save(tmp_path / "r")).config.rope_theta
+    assert theta == Qwen3Config().rope_parameters["rope_theta"]
     del nested["head_dim"]  # Qwen3Config's default is 128 whatever the width
     with pytest.raises(CheckpointError, match=r"k_norm.* has shape \[4\]; the config wants \[128\]"):
         read_checkpoint(Foreign(made.config, made.tensors).save(tmp_path / "t"))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dspark.errors import CheckpointError
-from dspark.models.checkpoint import SHARED_WITH_TARGET, Checkpoint, check_vocabulary, wanted_tensors
+from dspark.models.checkpoint import HEAD, SHARED_WITH_TARGET, Checkpoint, check_vocabulary, wanted_tensors
 
 Json = dict[str, Any]  # Any: whatever JSON holds
 SECTIONS = ("dflash_config", "dspark_config", "eagle_config", "speculators_config", "transformer_layer_config")
@@ -181,6 +181,16 @@ def read_draft_vocab(data: Json, tensors: Mapping[str, Tensor]) -> int | None:
     """Size of the draft vocabulary; None where a config states the target's own and nothing maps it."""
     size = data.get("draft_vocab_size")
     return None if size is None or (size == data.get("vocab_size") and "d2t" not in tensors) else int(size)
+
+
+def has_own_head(data: Json, tensors: Mapping[str, Tensor], draft_vocab_size: int | None) -> bool:
+    """Whether an Eagle3 drafter's logits come from a head of its own, in layouts that imply it by storing one.
+
+    A reduced vocabulary implies one even where it is not stored, so that it is then missed. We write ``own_head``
+    where a stored head is a copy of the target's rows.
+    """
+    told = data.get("own_head")
+    return bool(told) if told is not None else HEAD in tensors or draft_vocab_size is not None
 
 
 def without_copies(checkpoint: Checkpoint) -> dict[str, Tensor]:

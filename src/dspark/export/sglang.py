@@ -18,6 +18,7 @@ from dspark.export.form import (
     Layout,
     agreed,
     check_layer_ids,
+    has_own_head,
     names,
     read_draft_vocab,
     refuse,
@@ -28,7 +29,7 @@ from dspark.export.form import (
     without_t2d,
 )
 from dspark.export.speculators import require_head
-from dspark.models.checkpoint import HEAD, Checkpoint
+from dspark.models.checkpoint import Checkpoint
 from dspark.models.eagle3 import Eagle3Config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -59,8 +60,8 @@ def read(layout: Layout, context: Context) -> Layout:
     tensors = {
         name.replace(THEIRS, OURS, 1) if name.startswith(THEIRS) else name: t for name, t in layout.tensors.items()
     }
-    own_head = data.get("own_head", HEAD in tensors)
     vocabulary = read_draft_vocab(data, tensors)
+    own_head = has_own_head(data, tensors, vocabulary)
     native = {
         **data,
         "architectures": [Eagle3Config.ARCHITECTURE],
@@ -70,7 +71,7 @@ def read(layout: Layout, context: Context) -> Layout:
         "head_dim": data.get("head_dim") or data["hidden_size"] // heads,
         "draft_vocab_size": vocabulary,
         "qk_norm": f"{OURS}self_attn.q_norm.weight" in tensors,
-        "own_head": own_head or (vocabulary is not None and "own_head" not in data),
+        "own_head": own_head,
         "final_logit_softcapping": None if own_head else data.get("final_logit_softcapping"),
         "ttt_length": data.get("ttt_length") or Eagle3Config.block_size,
     }

@@ -32,6 +32,7 @@ from dspark.models.draft_config import ARCHITECTURES, DraftConfig
 ARCHITECTURE = "DSparkDraftModel"
 AUTO_MAP = {"AutoModel": "dspark.DSparkDraftModel"}
 PROJECTOR = "dspark"
+ATTENTION_MODES = ("gqa", "mha")  # the second is the first with as many key heads as query heads
 NESTED: tuple[str, ...] = (
     "mask_token_id",
     "target_layer_ids",
@@ -59,12 +60,8 @@ def read(layout: Layout, context: Context) -> Layout:
             "says that the anchor's slot predicts a token: correct dflash_config"
         )
     refuse(data, {"model_type": "qwen3"}, context, why="draft layers of another style are not supported")
-    refuse(
-        {"attention_mode": nested.get("attention_mode", "gqa").lower()},
-        {"attention_mode": "gqa"},
-        context,
-        why="draft layers attend in groups of heads",
-    )
+    if (mode := str(nested.get("attention_mode") or "gqa").lower()) not in ATTENTION_MODES:
+        raise CheckpointError(f"{context.where}: attention_mode is {mode!r}; supported: {', '.join(ATTENTION_MODES)}")
     for key in FIELDS:
         if (value := agreed({"the top": data, "dflash_config": nested}, key, context)) is not None:
             data[key] = value

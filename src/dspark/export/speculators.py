@@ -23,6 +23,7 @@ from dspark.export.form import (
     Layout,
     agreed,
     from_aux_ids,
+    has_own_head,
     read_draft_vocab,
     refuse,
     require,
@@ -56,7 +57,7 @@ FOREIGN: Json = {
     "norm_before_residual": False,
     "norm_before_fc": False,
 }
-FOREIGN |= {"fc_norm": False, "embed_requires_grad": False, "auf": False}
+FOREIGN |= {"fc_norm": False, "embed_requires_grad": False}
 
 
 def recognises(data: Json) -> bool:
@@ -144,12 +145,12 @@ def _read_chain(data: Json, nested: Json, tensors: Json, context: Context) -> Js
     kind = nested.get("model_type", "llama")
     if kind not in ("llama", "qwen3"):
         raise CheckpointError(f"{context.where}: {NESTED}.model_type is {kind!r}; supported: llama, qwen3")
-    own_head = nested.get("own_head", HEAD in tensors)
+    own_head = has_own_head(nested, tensors, nested["draft_vocab_size"])
     return {
         "architectures": [Eagle3Config.ARCHITECTURE],
         "block_size": nested.get("block_size") or _speculative_tokens(data) or Eagle3Config.block_size,
         "qk_norm": nested.get("qk_norm", kind == "qwen3"),
-        "own_head": own_head or (nested["draft_vocab_size"] is not None and "own_head" not in nested),
+        "own_head": own_head,
         "final_logit_softcapping": None if own_head else nested.get("final_logit_softcapping"),
     }
 
@@ -165,7 +166,7 @@ def _with_defaults(nested: Json, context: Context) -> Json:
         raise CheckpointError(f"{context.where}: {NESTED}.model_type is {kind!r}, which transformers does not know")
     defaults = CONFIG_MAPPING[kind]().to_dict()
     filled = {key: defaults.get(key) for key in DEFAULTED}
-    if not {"rope_theta", "rope_parameters", "rope_scaling"} & nested.keys():
+    if all(nested.get(key) is None for key in ("rope_theta", "rope_parameters", "rope_scaling")):
         filled["rope_parameters"] = defaults.get("rope_parameters")
     if kind == "llama":  # derived there from the sizes that the file gives
         heads = nested.get("num_attention_heads", defaults["num_attention_heads"])
