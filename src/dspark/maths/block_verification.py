@@ -40,7 +40,6 @@ from dspark.maths.rejection import (
     acceptance_ratios,
     draft_probs_of,
     draft_row,
-    missing_mass,
     residual_weights,
 )
 from dspark.maths.sampling import RequestStreams, TargetRows, draw, uniforms
@@ -66,12 +65,10 @@ def verify_block(
         ratios.append(min(ratios[k] * (float(target_probs[k][drafts[k]]) / chances[k]), 1.0))
     accepted = len(ratios) - 1
     while accepted > 0:
-        ratio = ratios[accepted]
+        stand = ratio = ratios[accepted]
         if ratio > 0.0 and accepted < verify_len:
             missing = missing_mass(target_probs[accepted], accepted, draft_tokens, distribution, share=ratio)
-            stand = coin_chance(ratio, float(missing.sum(dtype=torch.float64)))
-        else:
-            stand = ratio
+            stand = coin_chance(ratio, missing)
         if coins[accepted - 1] < stand:
             break
         accepted -= 1
@@ -79,6 +76,26 @@ def verify_block(
     if accepted < verify_len:
         row = residual_weights(row, accepted, draft_tokens, distribution, share=ratios[accepted])
     return Verdict(accepted=accepted, next_token=draw(row, streams.residual))
+
+
+def missing_mass(
+    target_row: Float[Tensor, "vocab"],
+    k: int,
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    *,
+    share: float,
+) -> float:
+    """s of position ``k``: the sum of max(share p - q, 0), q being what draft k was drawn from.
+
+    As share - sum of min(share p, q), for p sums to 1 up to fp32 rounding; so the draft's own support is all that is
+    read.
+    """
+    if distribution is None:
+        return max(share - share * float(target_row[draft_tokens[k]]), 0.0)  # q = 1
+    ids, probs = distribution.token_ids, distribution.probs[k]
+    at_support = target_row if ids is None else target_row[ids[k]]
+    return max(share - float(torch.minimum(at_support * share, probs).sum(dtype=torch.float64)), 0.0)
 
 
 def coin_chance(ratio: float, missing: float) -> float:

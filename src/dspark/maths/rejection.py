@@ -124,31 +124,15 @@ def residual_weights(
 ) -> Float[Tensor, "vocab"]:
     """:func:`residual_probs` of position ``k`` as it is drawn from: not normalised, fp32, and the draft's distribution
     not spread over the vocabulary. The target's own row again where nothing is left."""
-    weights = missing_mass(target_row, k, draft_tokens, distribution, share=share)
-    return weights if float(weights.sum(dtype=torch.float64)) > MIN_RESIDUAL_MASS else target_row
-
-
-def missing_mass(
-    target_row: Float[Tensor, "vocab"],
-    k: int,
-    draft_tokens: Int[Tensor, "block"],
-    distribution: DraftDistribution | None,
-    *,
-    share: float = 1.0,
-) -> Float[Tensor, "vocab"]:
-    """max(share p - q, 0) per token at position ``k``, q being what draft k was drawn from.
-
-    A single subtraction of fp32 numbers: what it rounds is a 2**-24 part of its own result.
-    """
     weights = target_row.clone() if share == 1.0 else target_row * share
     if distribution is None:
         weights[draft_tokens[k]] = 0.0  # q = 1
     elif distribution.token_ids is None:
-        weights.sub_(distribution.probs[k]).clamp_(min=0.0)
+        weights.sub_(distribution.probs[k]).clamp_(min=0.0)  # rounds off a 2**-24 part of its own result
     else:
         ids = distribution.token_ids[k]
         weights[ids] = (weights[ids] - distribution.probs[k]).clamp_(min=0.0)
-    return weights
+    return weights if float(weights.sum(dtype=torch.float64)) > MIN_RESIDUAL_MASS else target_row
 
 
 def draft_row(
