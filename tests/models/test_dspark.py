@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fakes import TableTarget
@@ -10,11 +12,25 @@ from torch import Tensor
 from dspark.core import Proposal, SamplingParams
 from dspark.errors import CheckpointError
 from dspark.maths.sampling import target_probs
-from dspark.models.backbone import BlockBatch, DraftModel
+from dspark.maths.shaping import Shaper
+from dspark.models import native
+from dspark.models.backbone import BlockBatch, DraftModel, GemmaDraftLayer
 from dspark.models.draft_config import DraftConfig
 from dspark.models.dspark import DsparkDrafter
+from dspark.models.heads import sequential_logits
 
 VOCAB, HIDDEN, GAMMA = 29, 16, 5
+SHAPES: dict[str, dict] = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "dflash": {"markov_rank": 0, "enable_confidence_head": False},
+    "dflash, anchor's slot given": {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False},
+    "anchor's slot given, rnn": {"markov_head_type": "rnn", "sample_from_anchor": False},
+    "gemma4": {"layer_style": "gemma4", "head_dim": 8, "partial_rotary_factor": 0.25, "final_soft_cap": 3.0},
+    "gemma4, keys as values": {"layer_style": "gemma4", "attention_k_eq_v": True, "markov_head_type": "gated"},
+    "confidence of the state alone": {"confidence_head_with_markov": False},
+}
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.9)
 
 
@@ -45,7 +61,18 @@ def model(**changes: object) -> DraftModel:
     if made.d2t is not None:
         ids = torch.randperm(VOCAB)[: made.d2t.shape[0]].sort().values
         made.d2t.copy_(ids - torch.arange(len(ids)))
+    for i, layer in enumerate(made.layers):
+        if isinstance(layer, GemmaDraftLayer):
+            layer.layer_scalar.fill_(0.6 + 0.2 * i)
     return made
+
+
+def training_form(made: DraftModel, table: TableTarget, features: Tensor) -> Tensor:
+    """States of the block behind ``features`` with anchor 7, by the training forward."""
+    depth = features.shape[0]
+    batch = BlockBatch(features, [depth], torch.tensor([depth]), [1])
+    with torch.no_grad():
+        return made(batch, table.embed(torch.tensor([7])), table.embed(torch.tensor([3]))[0])[0]
 
 
 def fed(drafter: DsparkDrafter, features: Tensor, pieces: list[int]) -> object:
@@ -67,13 +94,91 @@ def test_a_block_at_any_depth_equals_the_training_forward(depth: int) -> None:
     made, table = model(), target()
     drafter = DsparkDrafter(made, table)
     features = torch.randn(depth, 2 * HIDDEN)
-    pieces = [depth - depth // 3, *([1] * (depth // 3))] if depth < 2000 else [depth - 8, 3, 5]
+    pieces = [depth - depth // 3, *([1] * (depth // 3))] if depth < 1000 else [depth - 8, 3, 5]
     state = fed(drafter, features, pieces)
-    anchor = torch.tensor([7])
-    batch = BlockBatch(features, [depth], torch.tensor([depth]), [1])
-    with torch.no_grad():
-        expected = made(batch, table.embed(anchor), table.embed(torch.tensor([3]))[0])[0]
+    expected = training_form(made, table, features)
     torch.testing.assert_close(drafter.backbone(state, 7), expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("depth", [0, 5, 250])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_drafter_decodes_what_its_training_form_says(name: str, depth: int) -> None:
+    """States, distributions and confidences, with nothing before the anchor, at depth 5 and at the context's limit."""
+    changes = SHAPES[name]
+    inputs = GAMMA + (not changes.get("sample_from_anchor", True))
+    made, table = model(max_position_embeddings=250 + inputs, **changes), target()
+    features = torch.randn(depth, 2 * HIDDEN)
+    states = training_form(made, table, features)
+    base = states @ table.head_weight().T
+    if cap := made.config.final_soft_cap:
+        base = cap * (base / cap).tanh()
+    for candidates, sampling in ((0, SAMPLED), (8, SAMPLED), (8, GREEDY)):
+        drafter = DsparkDrafter(made, table, candidates=candidates)
+        state = fed(drafter, features, [depth // 2, depth - depth // 2])
+        torch.testing.assert_close(drafter.backbone(state, 7), states, rtol=2e-4, atol=2e-4)
+        proposal = propose(drafter, state, sampling)
+        assert proposal.block == GAMMA
+        prev = torch.cat((torch.tensor([7]), proposal.draft_tokens[:-1]))
+        with torch.no_grad():
+            logits = sequential_logits(base[None], states[None], prev[None], made.markov_head)[0]
+        if candidates:
+            kept = base >= base.topk(candidates).values[:, -1:]
+            logits = logits.masked_fill(~kept, float("-inf"))
+        if sampling.greedy:
+            assert proposal.draft_tokens.tolist() == logits.argmax(1).tolist()
+        else:
+            dense = torch.stack([proposal.distribution.dense(k, VOCAB) for k in range(GAMMA)])
+            torch.testing.assert_close(dense, target_probs(logits, sampling), rtol=2e-3, atol=1e-5)
+        if made.confidence_head is not None:
+            rows = states
+            if made.config.confidence_head_with_markov:
+                rows = torch.cat((states, made.markov_head.markov_w1.weight[prev]), 1)
+            with torch.no_grad():
+                torch.testing.assert_close(
+                    proposal.confidence, made.confidence_head(rows).sigmoid(), rtol=1e-3, atol=1e-4
+                )
+    drafter.extend(state, torch.zeros(251 - depth, dtype=torch.long), torch.randn(251 - depth, 2 * HIDDEN))
+    assert propose(drafter, state, SAMPLED).block == 0  # one past the last place where a block fits
+
+
+@pytest.mark.skipif(native._compiler() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_operations_change_nothing_but_rounding(dtype: torch.dtype) -> None:
+    table = TableTarget(vocab_size=400, order=1, hidden_size=32, max_len=4200)
+    table.info = replace(table.info, dtype=dtype)
+    made = model(vocab_size=400, hidden_size=32, head_dim=32, intermediate_size=48, sample_from_anchor=False)
+    for parameter in made.parameters():  # widths that keep states of the size of real ones
+        parameter.data *= 0.5 if parameter.dim() > 1 else 1.0
+    features = torch.randn(300, 64)
+    fast, plain = (DsparkDrafter(made, table, candidates=20, native=wanted) for wanted in (True, False))
+    assert fast.native and not plain.native
+    states = [fed(drafter, features, [290, 1, 9]) for drafter in (fast, plain)]
+    one, two = (drafter.backbone(state, 7).float() for drafter, state in zip((fast, plain), states, strict=True))
+    assert float((one - two).norm() / two.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
+    if dtype == torch.float32:
+        one, two = (propose(d, s, SAMPLED) for d, s in zip((fast, plain), states, strict=True))
+        assert torch.equal(one.draft_tokens, two.draft_tokens)
+        torch.testing.assert_close(one.distribution.probs, two.distribution.probs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 17])
+def test_the_requests_rules_are_mirrored(draft_vocab: int | None) -> None:
+    """A token with a large bias is drafted, a banned one is not: by both forms, in the target's ids."""
+    made, table = model(draft_vocab_size=draft_vocab, markov_rank=0, enable_confidence_head=False), target()
+    ids = made.draft_token_ids().tolist()
+    liked, banned = ids[3], ids[:3]
+    params = SamplingParams(temperature=1.0, logit_bias=((liked, 40.0),), banned_token_ids=tuple(banned))
+    for candidates in (0, 8):
+        drafter = DsparkDrafter(made, table, candidates=candidates)
+        state = fed(drafter, torch.randn(12, 2 * HIDDEN), [12])
+        before = propose(drafter, state, params)
+        drafter.mirror(state, Shaper(params, [1, 2]))
+        assert set(propose(drafter, state, params).draft_tokens.tolist()) == {liked}
+        assert before.draft_tokens.tolist() != [liked] * GAMMA
+        drafter.mirror(state, Shaper(replace(params, logit_bias=()), [1, 2]))
+        rows = propose(drafter, state, params).distribution
+        for k in range(GAMMA):
+            assert float(rows.dense(k, VOCAB)[banned].sum()) == 0.0
 
 
 def test_drafting_leaves_the_context_as_it_was() -> None:

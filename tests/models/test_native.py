@@ -111,6 +111,29 @@ def test_models_agree_over_ragged_batches(name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_that_hide_nothing_agree(dtype: torch.dtype) -> None:
+    """Attention of a draft block: every token sees the whole row, the block's later tokens too."""
+    fast, plain = both_targets("qwen3 (normed heads)", dtype)
+    config, heads, kv_heads = fast.config, fast.config.num_heads, fast.config.num_kv_heads
+    tables = fast._angles(config.rope, 64)
+    qkv = torch.randn(20, (heads + 2 * kv_heads) * config.head_dim).to(dtype)
+    outs = []
+    for causal in (False, True):
+        for target in (fast, plain):
+            memory = target.new_memory(rows=2, max_len=64)
+            ops = target._native or target._plain
+            for start, part in ((0, qkv[:9]), (9, qkv[9:])):
+                attend = ops.attention(memory, (1,), (len(part),), target._layers, lambda rope: tables, causal=causal)
+                out = attend(0, part.clone())
+                memory.lengths[1] = start + len(part)
+            outs.append(out)
+    agree(outs[0], outs[1], dtype)
+    agree(outs[2], outs[3], dtype)
+    agree(outs[0][-1], outs[2][-1], dtype)  # the last token sees the same either way
+    assert not torch.allclose(outs[0][0], outs[2][0], atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_small_operations_agree(rows: int, dtype: torch.dtype) -> None:
     for name in ("llama", "gemma3 (four norms, gelu, two rotations)"):

@@ -1,260 +1,271 @@
-"""DSpark in decoding: one parallel pass over the block, then the sequential stage, then the confidences.
+"""DSpark and DFlash in decoding: one parallel pass over the block, then the sequential stage, then the confidences.
 
-What it holds per request is a context cache of projected features only:
+What it holds per request is a context cache of projected features only, one row of a :class:`LeanMemory`:
 
-    | range of a request's cache       | owner                                                         |
-    |----------------------------------|---------------------------------------------------------------|
-    | [0, length)                      | keys and values of committed tokens, one row each, never undone |
-    | [length, length + block_size)    | the block being drafted; the next `extend` overwrites it        |
+    | range of a request's cache      | owner                                                           |
+    |---------------------------------|-----------------------------------------------------------------|
+    | [0, length)                     | keys and values of committed tokens, one each, never undone     |
+    | [length, length + block_inputs) | the block being drafted; the next `extend` overwrites it        |
 
-The anchor has no row: the target has not run it yet. Its position is ``length``. Source: seed 11.2.
+The anchor has no row: the target has not run it yet. Its position is ``length``. Between the products of a layer run
+the small operations of the lean decoder (:mod:`dspark.models.plain`, :mod:`dspark.models.native`). Source: DeepSpec
+``deepspec/eval/dspark/draft_ops.py``.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.core import DraftDistribution, Proposal, SamplingParams
-from dspark.errors import ConfigError
-from dspark.maths.sampling import draw, target_probs
-from dspark.models.backbone import DraftModel, rope_table
+from dspark.core import Proposal, SamplingParams
+from dspark.maths.shaping import Shaper
+from dspark.models.backbone import DraftModel, GemmaDraftLayer
 from dspark.models.checkpoint import check_fits
+from dspark.models.decoder_config import DecoderConfig, Rope
+from dspark.models.draft_config import DraftConfig
 from dspark.models.drafter import EMPTY
+from dspark.models.lean_memory import LeanMemory
+from dspark.models.lean_weights import Layer, Weights
 from dspark.models.linear import Linear
+from dspark.models.native import NativeOps, native_ops
+from dspark.models.norm import RMSNorm
+from dspark.models.plain import PlainOps
+from dspark.models.sequential import SequentialStage
 from dspark.models.target import Target
 
 
 @dataclass
 class DraftContext:
-    """Per-request context of a DSpark drafter: keys and values of every layer, [layers, kv_heads, max_len + block,
-    head_dim]."""
+    """Per-request context of a DSpark drafter."""
 
-    keys: Tensor
-    values: Tensor
-    length: int = 0
+    memory: LeanMemory  # row 0; ``lengths`` are those of the context while they fit
+    length: int = 0  # committed tokens, beyond the memory's room too
+    shaper: Shaper | None = None  # the request's rules, where it has any
 
 
-@dataclass(frozen=True)
-class _Layer:
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
-    qk_norm: Tensor  # [heads + kv_heads, head_dim]
-    input_norm: Tensor
-    post_norm: Tensor
+def decoder_config(config: DraftConfig) -> DecoderConfig:
+    """The draft layers as the lean decoder's operations know them."""
+    pairs = config.head_dim // 2
+    turning = int(config.partial_rotary_factor * config.head_dim // 2)
+    rates = [config.rope_theta ** (-2 * i / config.head_dim) if i < turning else 0.0 for i in range(pairs)]
+    rope = Rope(inv_freq=tuple(rates))
+    return DecoderConfig(
+        family=f"dspark-{config.layer_style}",
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_len=config.max_position_embeddings,
+        rms_eps=config.rms_norm_eps,
+        activation=config.activation,
+        rope=rope,
+        local_rope=rope,
+        sliding_window=None,
+        slides=(False,) * config.num_hidden_layers,
+        attention_scale=config.attention_scale,
+        qk_norm=True,
+        four_norms=config.layer_style == "gemma4",
+    )
 
 
 class DsparkDrafter:
-    """DSpark at batch size 1: one parallel pass over the block, then the sequential stage, then the confidences.
+    """DSpark or DFlash at batch size 1.
 
-    ``candidates`` = M restricts each position's distribution to its M largest base logits: the Markov bias is
-    computed for those alone and everything else has probability exactly zero. 0 is the full vocabulary, the paper's
-    loop.
+    ``candidates`` = M restricts each position's distribution to its M largest base logits: the sequential head corrects
+    those alone and everything else has probability exactly zero. 0 is the full vocabulary, the paper's loop.
     """
 
-    def __init__(self, model: DraftModel, target: Target, *, candidates: int = 64, name: str = "dspark") -> None:
-        """Raises :class:`CheckpointError` if the drafter was trained for another target."""
+    def __init__(
+        self, model: DraftModel, target: Target, *, candidates: int = 64, name: str = "dspark", native: bool = True
+    ) -> None:
+        """``native`` False keeps to plain PyTorch even where compiled operations are to be had.
+
+        Raises :class:`CheckpointError` if the drafter was trained for another target.
+        """
         config = model.config
         check_fits(config, target.info)
-        if candidates < 0:
-            raise ConfigError(f"candidates is {candidates}; it must be 0 (full vocabulary) or more")
         self.name, self.config = name, config
         self.block_size, self.taps = config.block_size, config.target_layer_ids
         self.has_confidence = model.confidence_head is not None
-        self.candidates = min(candidates, config.output_size)
         self.dtype, self.device = target.info.dtype, target.info.device
-        self._target = target
+        self._target, self._decoder = target, decoder_config(config)
+        self._ops = PlainOps(self._decoder, self.dtype, self.device)
+        self._fast: NativeOps | None = None
+        if native and config.layer_style == "qwen3":  # the compiled attention does not norm values
+            self._fast = native_ops(self._decoder, self.dtype, self.device)
+        self._table: tuple[Tensor, Tensor] | None = None
         self._load(model, target)
+        ids = None if model.d2t is None else model.draft_token_ids()
+        self._stage = SequentialStage(
+            model.markov_head,
+            ids,
+            width=config.output_size,
+            candidates=candidates,
+            device=self.device,
+            native=native,
+        )
+        self._columns: Tensor | None = None  # of the target's tokens in the drafter's logits
+        if ids is not None:
+            self._columns = torch.full((config.vocab_size,), -1, dtype=torch.long, device=self.device)
+            self._columns[ids.to(self.device)] = torch.arange(ids.shape[0], device=self.device)
+
+    @property
+    def native(self) -> bool:
+        """Whether compiled operations run between the products and in the sequential stage."""
+        return self._fast is not None and self._stage.native
 
     def _load(self, model: DraftModel, target: Target) -> None:
         """Fuse and pack the weights in the target's dtype on its device."""
-
-        def place(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(self.device, self.dtype)
-
-        def pack(*parts: Tensor) -> Linear:
-            return Linear(place(torch.cat(parts)).contiguous())
-
         config = self.config
-        self._fc, self._hidden_norm, self._norm = (
-            pack(model.fc.weight),
-            place(model.hidden_norm.weight),
-            place(model.norm.weight),
-        )
-        self._layers, context_kv, k_norms = [], [], []
-        for layer in model.draft_layers():
-            attn, mlp = layer.self_attn, layer.mlp
-            q_norm, k_norm = place(attn.q_norm.weight), place(attn.k_norm.weight)
-            norms = torch.cat(
-                (q_norm.expand(config.num_attention_heads, -1), k_norm.expand(config.num_key_value_heads, -1))
-            )
-            self._layers.append(
-                _Layer(
-                    pack(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight),
-                    pack(attn.o_proj.weight),
-                    pack(mlp.gate_proj.weight, mlp.up_proj.weight),
-                    pack(mlp.down_proj.weight),
-                    norms,
-                    place(layer.input_layernorm.weight),
-                    place(layer.post_attention_layernorm.weight),
-                )
-            )
-            context_kv += [attn.k_proj.weight, attn.v_proj.weight]
-            k_norms.append(k_norm)
-        self._context_kv, self._k_norms = pack(*context_kv), torch.stack(k_norms)[:, None]
+        self._fc = Linear(self._place(model.fc.weight))
+        self._hidden_norm = RMSNorm(self._place(model.hidden_norm.weight), config.rms_norm_eps)
+        self._norm = RMSNorm(self._place(model.norm.weight), config.rms_norm_eps)
+        layers = model.draft_layers()
+        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        for i in range(len(layers)):  # keys serve as values where the layer has no v_proj
+            attn = f"model.layers.{i}.self_attn."
+            tensors.setdefault(attn + "v_proj.weight", tensors[attn + "k_proj.weight"])
+        weights = Weights(self._decoder, tensors, self.dtype, self.device)
+        self._layers = [self._norms_values(weights.layer(i)) for i in range(config.num_hidden_layers)]
+        self._scalars = [float(layer.layer_scalar) if isinstance(layer, GemmaDraftLayer) else None for layer in layers]
+        kv = [w for layer in layers for w in (layer.self_attn.k_proj, layer.self_attn.v_proj or layer.self_attn.k_proj)]
+        self._context_kv = Linear(self._place(torch.cat([w.weight for w in kv])))
+        self._k_norms = torch.stack([self._place(layer.self_attn.k_norm.weight) for layer in layers])
         ids = model.draft_token_ids().to(self.device)
-        self._token_ids = None if model.d2t is None else ids
-        self._head = Linear(place(target.head_weight().index_select(0, ids)).contiguous())
+        self._head = Linear(self._place(target.head_weight().index_select(0, ids)))
         self._mask = target.embed(torch.tensor([config.mask_token_id], device=self.device)).to(self.dtype)
-        self._w1 = self._w2 = self._confidence = None
-        if model.markov_head is not None:
-            self._w1 = model.markov_head.markov_w1.weight.detach().to(self.device, torch.float32)
-            self._w2 = model.markov_head.markov_w2.weight.detach().to(self.device, torch.float32)
+        self._confidence = None
         if model.confidence_head is not None:
-            proj = model.confidence_head.proj
-            self._confidence = (proj.weight[0].detach().to(self.device, torch.float32), float(proj.bias.detach()))
-        table = rope_table(
-            torch.arange(config.max_position_embeddings, device=self.device), config.head_dim, config.rope_theta
-        )
-        self._cos, self._sin = table.to(self.dtype)
+            weight = model.confidence_head.proj.weight[0].detach().to(self.device, torch.float32)
+            self._confidence = (weight, float(model.confidence_head.proj.bias.detach()))
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, self.dtype).contiguous()
+
+    def _norms_values(self, layer: Layer) -> Layer:
+        """``layer`` with the values among the heads that it norms, with weight 1, in Gemma 4's style."""
+        if self.config.layer_style != "gemma4":
+            return layer
+        assert layer.qk_norm is not None
+        ones = torch.ones(self.config.num_key_value_heads, self.config.head_dim)
+        weight = torch.cat((layer.qk_norm.weight, ones.to(layer.qk_norm.weight)))
+        return replace(layer, qk_norm=RMSNorm(weight, self.config.rms_norm_eps))
+
+    def _angles(self, rope: Rope, max_len: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of at least ``max_len`` positions, fp32 [positions, head_dim / 2]."""
+        if self._table is None or self._table[0].shape[0] < max_len:
+            rates = torch.tensor(rope.inv_freq, dtype=torch.float64)
+            angles = torch.outer(torch.arange(max_len, dtype=torch.float64), rates)
+            self._table = (angles.cos().float().to(self.device), angles.sin().float().to(self.device))
+        return self._table
 
     def open(self, *, max_len: int) -> DraftContext:
         """Context for a request of up to ``max_len`` tokens (cut at the drafter's own limit)."""
-        config = self.config
-        rows = min(max_len, config.max_position_embeddings) + config.block_size
-        shape = (config.num_hidden_layers, config.num_key_value_heads, rows, config.head_dim)
-        keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return DraftContext(keys, torch.zeros_like(keys))
+        rows = min(max_len, self.config.max_position_embeddings) + self.config.block_inputs
+        return DraftContext(LeanMemory(self._decoder, rows=1, max_len=rows, dtype=self.dtype, device=self.device))
+
+    def mirror(self, state: DraftContext, shaper: Shaper) -> None:
+        """Follow the request's penalties, biases and bans in the base logits: it can only help acceptance."""
+        state.shaper = shaper
 
     def extend(
         self, state: DraftContext, token_ids: Int[Tensor, "new"], features: Float[Tensor, "new features"] | None
     ) -> None:
-        """Project the features of newly committed tokens into every layer's keys and values.
+        """Project the committed tokens' features into keys and values of every layer; mutates ``state``.
 
         Past the drafter's limit only the length is counted; proposals are empty from there on.
         """
         assert features is not None
-        count, config = features.shape[0], self.config
-        start, room = state.length, state.keys.shape[2] - config.block_size
+        count, config, start = features.shape[0], self.config, state.length
         state.length += count
-        if state.length > room:
+        if state.length > state.memory.max_len - config.block_inputs:
             return
+        state.memory.lengths[0] = state.length
         with torch.inference_mode():
-            context = self._rms(self._fc(features.to(self.dtype)), self._hidden_norm)
-            kv = self._context_kv(context).view(count, config.num_hidden_layers, 2, config.num_key_value_heads, -1)
+            context = self._ops.norm(self._fc(features.to(self.dtype)), self._hidden_norm)
+            kv = self._context_kv(context).view(
+                count, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim
+            )
             k, v = kv.permute(2, 1, 3, 0, 4)  # each [layers, kv_heads, new, head_dim]
-            k = self._rms(k, None) * self._k_norms[:, :, None]
-            rows = slice(start, start + count)
-            state.keys[:, :, rows] = self._rotate(k, self._cos[rows], self._sin[rows])
-            state.values[:, :, rows] = v
+            k = self._heads_norm(k) * self._k_norms[:, None, None]
+            v = self._heads_norm(v) if config.layer_style == "gemma4" else v
+            table = self._angles(self._decoder.rope, state.memory.max_len)
+            cos, sin = (part[start : start + count].to(self.dtype) for part in table)
+            left, right = k.chunk(2, -1)
+            rows = state.memory.both[:, :, 0, :, start : start + count]  # [layers, 2, kv_heads, new, head_dim]
+            rows[:, 0] = torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+            rows[:, 1] = v
 
     def propose(
         self, state: DraftContext, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
     ) -> Proposal:
         """One block after ``anchor``, whose position is the context's length."""
-        size = self.block_size
-        if limit < 1 or state.length + size > min(state.keys.shape[2], self.config.max_position_embeddings):
+        room = min(state.memory.max_len, self.config.max_position_embeddings)
+        if limit < 1 or state.length + self.config.block_inputs > room:
             return EMPTY
         with torch.inference_mode():
             hidden = self.backbone(state, anchor)[:limit]
             base = self._head(hidden).float()
-            if self.config.final_soft_cap:
-                base = self.config.final_soft_cap * torch.tanh(base / self.config.final_soft_cap)
+            if cap := self.config.final_soft_cap:
+                base = cap * torch.tanh(base / cap)
+            if state.shaper is not None:
+                base = state.shaper.mirrored(base, self._columns)
             begin = time.perf_counter()
-            support = None
-            if self.candidates and self.candidates < base.shape[1]:
-                base, support = base.topk(self.candidates, -1)
-            draft_ids, probs, prevs = self._sequential(base, support, anchor, sampling, generator)
+            drafted = self._stage.draft(base, hidden, anchor, sampling=sampling, generator=generator)
             seconds = time.perf_counter() - begin
-            confidence = self._confidences(hidden, prevs)
-        token_ids = support
-        if self._token_ids is not None:
-            token_ids = self._token_ids.expand(base.shape) if support is None else self._token_ids[support]
-        distribution = None if probs is None else DraftDistribution(probs, token_ids)
-        return Proposal(draft_ids, distribution, confidence, seconds)
+            confidence = self._confidences(hidden, drafted.prev_ids)
+        return Proposal(drafted.token_ids, drafted.distribution, confidence, seconds)
 
     def backbone(self, state: DraftContext, anchor: int) -> Float[Tensor, "block hidden"]:
-        """h_k of every slot, after the last norm: the parallel stage."""
-        config, size, start = self.config, self.block_size, state.length
-        rows = slice(start, start + size)
-        cos, sin = self._cos[rows, None], self._sin[rows, None]
+        """h_k of every slot that predicts, after the last norm: the parallel stage."""
+        ops, inputs = self._fast or self._ops, self.config.block_inputs
         first = self._target.embed(torch.tensor([anchor], device=self.device)).to(self.dtype)
-        x = torch.cat((first, self._mask.expand(size - 1, -1)))
-        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        groups = heads // kv_heads
+        x = torch.cat((first, self._mask.expand(inputs - 1, -1)))
+        attend = ops.attention(
+            state.memory,
+            (0,),
+            (inputs,),
+            self._layers,
+            lambda rope: self._angles(rope, state.memory.max_len),
+            causal=False,
+        )
+        h = ops.norm(x, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._rms(x, layer.input_norm)).view(size, heads + 2 * kv_heads, dim)
-            qk = self._rotate(self._rms(qkv[:, : heads + kv_heads], None) * layer.qk_norm, cos, sin)
-            state.keys[i, :, rows] = qk[:, heads:].transpose(0, 1)
-            state.values[i, :, rows] = qkv[:, heads + kv_heads :].transpose(0, 1)
-            q = (
-                qk[:, :heads]
-                .view(size, kv_heads, groups, dim)
-                .permute(1, 2, 0, 3)
-                .reshape(1, kv_heads, groups * size, dim)
-            )
-            seen = slice(None, start + size)
-            out = F.scaled_dot_product_attention(q, state.keys[i : i + 1, :, seen], state.values[i : i + 1, :, seen])
-            out = out.view(kv_heads, groups, size, dim).permute(2, 0, 1, 3).reshape(size, heads * dim)
-            x = x + layer.o(out)
-            gate, up = layer.gate_up(self._rms(x, layer.post_norm)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
-        return self._rms(x, self._norm)
-
-    def _sequential(
-        self,
-        base: Float[Tensor, "block support"],
-        support: Int[Tensor, "block support"] | None,
-        anchor: int,
-        sampling: SamplingParams,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Draw x_1..x_gamma left to right. Returns target ids, the fp32 rows they were drawn from (None when greedy),
-        and the previous token of each position."""
-        w1, w2 = self._w1, self._w2
-        rows_of = w2 if support is None or w2 is None else w2[support]  # [block, support, rank] for candidates
-        tokens: list[int] = []
-        rows: list[Tensor] = []
-        prevs: list[int] = []
-        prev = anchor
-        for k in range(base.shape[0]):
-            logits = base[k]
-            if w1 is not None and rows_of is not None:
-                logits = torch.addmv(logits, rows_of if support is None else rows_of[k], w1[prev])
-            if sampling.greedy:
-                picked = int(logits.argmax())
+            h = layer.o(attend(i, layer.qkv(h)))
+            if layer.attention_out_norm is not None:
+                h = ops.norm(h, layer.attention_out_norm)
+            x, h = ops.add_norm(x, h, layer.feedforward_norm)
+            h = layer.down(ops.gate(layer.gate_up(h)))
+            if layer.feedforward_out_norm is not None:
+                h = ops.norm(h, layer.feedforward_out_norm)
+            following = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
+            if (scalar := self._scalars[i]) is None:
+                x, h = ops.add_norm(x, h, following)
             else:
-                probs = target_probs(logits[None], sampling)[0]
-                rows.append(probs)
-                picked = draw(probs, generator)
-            draft_id = picked if support is None else int(support[k, picked])
-            prevs.append(prev)
-            prev = draft_id if self._token_ids is None else int(self._token_ids[draft_id])
-            tokens.append(prev)
-        ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
-        return ids, (torch.stack(rows) if rows else None), prevs
+                x = (x + h) * scalar
+                h = ops.norm(x, following)
+        return h[inputs - self.block_size :]
 
-    def _confidences(self, hidden: Float[Tensor, "block hidden"], prevs: list[int]) -> Float[Tensor, "block"] | None:
+    def _heads_norm(self, x: Tensor) -> Tensor:
+        """RMSNorm per head, without a weight."""
+        return F.rms_norm(x, x.shape[-1:], None, self.config.rms_norm_eps)
+
+    def _confidences(
+        self, hidden: Float[Tensor, "block hidden"], prev_ids: Int[Tensor, "block"]
+    ) -> Float[Tensor, "block"] | None:
         """c_k = sigmoid(w . [h_k ; W1[x_{k-1}]] + b): of the prefix alone."""
         if self._confidence is None:
             return None
         weight, bias = self._confidence
         inputs = hidden.float()
-        if self.config.confidence_head_with_markov and self._w1 is not None:
-            inputs = torch.cat((inputs, self._w1[prevs]), 1)
+        if self.config.confidence_head_with_markov and self._stage.head is not None:
+            inputs = torch.cat((inputs, self._stage.head.embed(prev_ids)), 1)
         return torch.sigmoid(inputs @ weight + bias)
-
-    def _rms(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
-
-    @staticmethod
-    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        left, right = x.chunk(2, -1)
-        return x * cos + torch.cat((-right, left), -1) * sin

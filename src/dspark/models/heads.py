@@ -53,8 +53,7 @@ class SequentialHead(nn.Module):
 
         Heads without memory return None again.
         """
-        latents = self.latents(hidden[None, None], torch.tensor([[prev_id]], device=hidden.device))
-        return latents[0, 0], None
+        raise NotImplementedError
 
 
 class VanillaMarkovHead(SequentialHead):
@@ -64,6 +63,11 @@ class VanillaMarkovHead(SequentialHead):
         self, hidden: Float[Tensor, "blocks block hidden"], prev_ids: Int[Tensor, "blocks block"]
     ) -> Float[Tensor, "blocks block rank"]:
         return self.embed(prev_ids).to(hidden.dtype)
+
+    def step(
+        self, prev_id: int, hidden: Float[Tensor, "hidden"], state: Float[Tensor, "rank"] | None
+    ) -> tuple[Float[Tensor, "rank"], Float[Tensor, "rank"] | None]:
+        return self.markov_w1.weight[prev_id].to(hidden.dtype), None
 
 
 class GatedMarkovHead(SequentialHead):
@@ -78,6 +82,12 @@ class GatedMarkovHead(SequentialHead):
     ) -> Float[Tensor, "blocks block rank"]:
         e = self.embed(prev_ids).to(hidden.dtype)
         return torch.sigmoid(_linear(torch.cat((hidden, e), -1), self.gate_proj)) * e
+
+    def step(
+        self, prev_id: int, hidden: Float[Tensor, "hidden"], state: Float[Tensor, "rank"] | None
+    ) -> tuple[Float[Tensor, "rank"], Float[Tensor, "rank"] | None]:
+        e = self.markov_w1.weight[prev_id].to(hidden.dtype)
+        return torch.sigmoid(_linear(torch.cat((hidden, e)), self.gate_proj)) * e, None
 
 
 class RNNHead(SequentialHead):

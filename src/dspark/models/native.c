@@ -113,6 +113,7 @@ struct attention {
     state *values;
     const int64_t *row; /* memory row of each token; tokens of a row lie together */
     const int64_t *position;
+    const int64_t *last; /* position of the last key that each token sees; never falls within a row */
     const float *cos;   /* [positions, HEAD_DIM / 2] */
     const float *sin;
     const float *norm;  /* [HEAD_DIM * 2]: weights of queries, then of keys; or null */
@@ -181,7 +182,7 @@ static float softmax(float *scores, int64_t length, int64_t first, int64_t last)
 static void attend(const struct attention *a, int64_t first_token, int64_t head, int64_t begin, int64_t end,
                    float *scores) {
     int64_t heads = GROUP * a->kv_heads, count = end - begin;
-    int64_t low = a->position[first_token + begin / GROUP], high = a->position[first_token + (end - 1) / GROUP];
+    int64_t low = a->position[first_token + begin / GROUP], high = a->last[first_token + (end - 1) / GROUP];
     int64_t start = a->window && low >= a->window ? low - a->window + 1 : 0;
     int64_t length = high + 1 - start, padded = (length + LANES - 1) / LANES * LANES;
     int64_t base = ((a->row[first_token] * a->kv_heads + head) * a->max_len + start) * HEAD_DIM;
@@ -210,8 +211,9 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
     }
     for (int64_t q = 0; q < count; q++) {
         int64_t position = a->position[first_token + (begin + q) / GROUP];
+        int64_t last = a->last[first_token + (begin + q) / GROUP];
         int64_t first = a->window && position >= a->window ? position - a->window + 1 : 0;
-        total[q] = softmax(scores + q * padded, padded, first - start, position - start);
+        total[q] = softmax(scores + q * padded, padded, first - start, last - start);
     }
     for (int64_t q = 0; q < count; q += HELD) {
         vec sums[HELD][HEAD_VECTORS];
@@ -242,7 +244,7 @@ int attention(const struct attention *a) {
             int64_t end = begin + QUERY_BLOCK < n * GROUP ? begin + QUERY_BLOCK : n * GROUP;
             list[units++] = (struct unit){t, begin, end};
         }
-        int64_t length = a->position[t + n - 1] + 1;
+        int64_t length = a->last[t + n - 1] + 1;
         longest = length > longest ? length : longest;
         work += length * n;
     }

@@ -47,7 +47,10 @@ class _Attention(ctypes.Structure):
     """``struct attention`` of native.c, field by field."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("qkv", "out", "keys", "values", "row", "position", "cos", "sin", "norm")),
+        *(
+            (name, _pointer)
+            for name in ("qkv", "out", "keys", "values", "row", "position", "last", "cos", "sin", "norm")
+        ),
         ("queries", _pointer),
         *((name, _int64) for name in ("tokens", "kv_heads", "max_len", "window")),
         ("eps", _float),
@@ -95,24 +98,28 @@ class NativeOps:
         counts: Sequence[int],
         layers: Sequence[Layer],
         tables: AngleTables,
+        *,
+        causal: bool = True,
     ) -> Callable[[int, Tensor], Tensor]:
         """Self-attention for one pass: a function from layer index and [tokens, q, k and v] to [tokens, heads].
 
         Rows past the batch's tokens are let through as zeros. Each token sees the memory's keys of its row up to its
-        own position, so a ragged batch needs neither padding nor masks. ``tables`` gives cosines and sines
-        [positions, head_dim / 2] in fp32.
+        own position (``causal`` False: up to the pass's last of its row), so a ragged batch needs neither padding nor
+        masks. ``tables`` gives cosines and sines [positions, head_dim / 2] in fp32.
         """
         config = self.config
         row_ids = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
         positions = [memory.lengths[r] + i for r, count in zip(rows, counts, strict=True) for i in range(count)]
-        where = torch.tensor([row_ids, positions])
+        last = [memory.lengths[r] + count - 1 for r, count in zip(rows, counts, strict=True) for _ in range(count)]
+        where = torch.tensor([row_ids, positions, positions if causal else last])
         width = config.num_heads * config.head_dim
         scratch = torch.empty(len(row_ids), width)
         size = memory.both.element_size()
         base, layer_bytes, half_bytes = memory.both.data_ptr(), memory.both[0].nbytes, memory.both[0, 0].numel() * size
         angles = {False: tables(config.rope), True: tables(config.local_rope)}
         a = _Attention(tokens=len(row_ids), kv_heads=config.num_kv_heads, max_len=memory.max_len)
-        a.row, a.position, a.queries = where[0].data_ptr(), where[1].data_ptr(), scratch.data_ptr()
+        a.row, a.position, a.last = (places.data_ptr() for places in where)
+        a.queries = scratch.data_ptr()
         a.eps, a.scale = config.rms_eps, config.attention_scale
         kept = (where, scratch, angles)  # alive as long as the function that holds their addresses
 
@@ -136,11 +143,9 @@ class NativeOps:
 def native_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> NativeOps | None:
     """Compiled operations for a model; None where it, the device or the machine does not allow them.
 
-    The environment variable ``DSPARK_NATIVE`` set to 0 switches them off; raises :class:`ConfigError` unless 0 or 1.
+    See :func:`native_wanted` for the switch.
     """
-    wanted = os.environ.get("DSPARK_NATIVE", "1")
-    if wanted not in ("0", "1"):
-        raise ConfigError(f"DSPARK_NATIVE is {wanted!r}; it must be 1 (compiled small operations) or 0 (none)")
+    wanted = native_wanted()
     covered = (
         device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)
@@ -149,30 +154,45 @@ def native_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
         and config.head_dim % (2 * LANES) == 0
         and config.hidden_size % LANES == config.intermediate_size % LANES == 0
     )
-    if wanted == "0" or not covered:
+    if not wanted or not covered:
         return None
     activation = ACTIVATIONS[config.activation]
     library = _build(dtype == torch.bfloat16, config.head_dim, config.group, activation)
     return None if library is None else NativeOps(config, library)
 
 
+def native_wanted() -> bool:
+    """False if the environment variable ``DSPARK_NATIVE`` is 0; raises :class:`ConfigError` unless it is 0 or 1."""
+    wanted = os.environ.get("DSPARK_NATIVE", "1")
+    if wanted not in ("0", "1"):
+        raise ConfigError(f"DSPARK_NATIVE is {wanted!r}; it must be 1 (compiled small operations) or 0 (none)")
+    return wanted == "1"
+
+
 @functools.cache
 def _build(bfloat16: bool, head_dim: int, group: int, activation: int) -> ctypes.CDLL | None:
-    """Compile native.c for one kind of model, or take it from the cache folder; None without a working compiler."""
+    """native.c for one kind of model."""
+    return compiled(
+        SOURCE,
+        (
+            f"-DSTATE_BF16={int(bfloat16)}",
+            f"-DHEAD_DIM={head_dim}",
+            f"-DGROUP={group}",
+            f"-DACTIVATION={activation}",
+        ),
+    )
+
+
+def compiled(source: Path, defines: tuple[str, ...]) -> ctypes.CDLL | None:
+    """Compile ``source``, or take it from the cache folder; None without a working compiler."""
     compiler = _compiler()
     if compiler is None:
         _log.info("no C compiler found; the plain operations serve")
         return None
-    defines = (
-        f"-DSTATE_BF16={int(bfloat16)}",
-        f"-DHEAD_DIM={head_dim}",
-        f"-DGROUP={group}",
-        f"-DACTIVATION={activation}",
-    )
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     threads = ("-fopenmp",) if _shares_threads() else ()
-    parts = (SOURCE.read_text(), *FLAGS, *threads, *defines, *compiler, version, _cpu())
-    name = f"native-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
+    parts = (source.read_text(), *FLAGS, *threads, *defines, *compiler, version, _cpu())
+    name = f"{source.stem}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
     path = dspark_home() / "native" / name
     if not path.is_file():
         try:
@@ -181,7 +201,7 @@ def _build(bfloat16: bool, head_dim: int, group: int, activation: int) -> ctypes
         except OSError:  # a home that cannot be written to: build for this process alone
             folder = Path(tempfile.mkdtemp(prefix="dspark-native-"))
             path = folder / name
-        if not _compile([*compiler, *FLAGS, *threads, *defines, str(SOURCE), "-lm"], path):
+        if not _compile([*compiler, *FLAGS, *threads, *defines, str(source), "-lm"], path):
             return None
     try:
         return ctypes.CDLL(str(path))

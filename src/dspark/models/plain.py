@@ -56,12 +56,15 @@ class PlainOps:
         counts: Sequence[int],
         layers: Sequence[Layer],
         tables: AngleTables,
+        *,
+        causal: bool = True,
     ) -> Callable[[int, Tensor], Tensor]:
         """Self-attention for one pass: a function from layer index and [tokens, q, k and v] to [tokens, heads].
 
-        The function writes the new keys and values into the memory. Attention runs once per run of the batch.
+        The function writes the new keys and values into the memory. Attention runs once per run of the batch. A token
+        sees its row's keys up to its own; with ``causal`` False (one row at a time) up to the last of the pass.
         """
-        plan = plan_batch(memory, rows, counts, self._shape)
+        plan = plan_batch(memory, rows, counts, self._shape, causal=causal)
         views = [memory.views(run) for run in plan.runs]
         rotation = local = self._rotation(tables(self.config.rope), plan.positions)
         if self.config.local_rope != self.config.rope:
@@ -101,7 +104,8 @@ class PlainOps:
         heads, kv_heads = config.num_heads, config.num_kv_heads
         qkv = qkv.view(qkv.shape[0], heads + 2 * kv_heads, config.head_dim)
         if layer.qk_norm is not None:
-            qkv[:, : heads + kv_heads] = layer.qk_norm(qkv[:, : heads + kv_heads])
+            normed = layer.qk_norm.weight.shape[0]  # queries and keys; in drafters of Gemma 4's style values too
+            qkv[:, :normed] = layer.qk_norm(qkv[:, :normed])
         cos, sin = rotation
         states = torch.addcmul(qkv * cos, qkv.roll(config.head_dim // 2, -1), sin)
         return states[:, :heads], states[:, heads:].view(-1, 2, kv_heads, config.head_dim)

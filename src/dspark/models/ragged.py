@@ -91,12 +91,16 @@ def last_tokens(states: Float[Tensor, "tokens width"], counts: Sequence[int]) ->
     return states[torch.tensor(counts, device=states.device).cumsum(0) - 1]
 
 
-def plan_batch(memory: KVMemory, rows: Sequence[int], counts: Sequence[int], shape: AttentionShape) -> Plan:
+def plan_batch(
+    memory: KVMemory, rows: Sequence[int], counts: Sequence[int], shape: AttentionShape, *, causal: bool = True
+) -> Plan:
     """Cut a checked batch into runs.
 
     A row joins the run before it if it is the memory's next row with the same short count, and if the padding it brings
-    to a common number of keys costs less than an attention call of its own.
+    to a common number of keys costs less than an attention call of its own. With ``causal`` False, for one row alone,
+    nothing is hidden: every token sees the whole row, as a draft block does.
     """
+    assert causal or (len(rows) == 1 and shape.window is None), "a pass that hides nothing has one row and no window"
     pasts = [memory.lengths[row] for row in rows]
     runs: list[Run] = []
     first = begin = longest = 0
@@ -108,7 +112,7 @@ def plan_batch(memory: KVMemory, rows: Sequence[int], counts: Sequence[int], sha
                 longest = max(longest, pasts[i])
                 continue
         if i > first:
-            runs.append(_run(begin, rows[first], counts[first], pasts[first:i], shape))
+            runs.append(_run(begin, rows[first], counts[first], pasts[first:i], shape, causal))
             begin += counts[first] * (i - first)
             first = i
         longest = pasts[i] if i < len(rows) else 0
@@ -118,14 +122,16 @@ def plan_batch(memory: KVMemory, rows: Sequence[int], counts: Sequence[int], sha
     return Plan(runs=tuple(runs), positions=torch.cat(spans).to(shape.device))
 
 
-def _run(begin: int, row: int, count: int, pasts: list[int], shape: AttentionShape) -> Run:
+def _run(begin: int, row: int, count: int, pasts: list[int], shape: AttentionShape, causal: bool) -> Run:
     folded = len(pasts) > 1 or count <= SHORT_COUNT
     scatter = None
     if len(pasts) > 1:
         positions = torch.tensor(pasts)[:, None] + torch.arange(count)
         row_ids = torch.arange(row, row + len(pasts)).repeat_interleave(count)
         scatter = (row_ids.to(shape.device), positions.reshape(-1).to(shape.device))
-    full = _span(count, pasts, folded, None, shape)
+    full = Span(start=0, stop=max(pasts) + count, mask=None, causal=False)
+    if causal:
+        full = _span(count, pasts, folded, None, shape)
     return Run(
         tokens=slice(begin, begin + count * len(pasts)),
         rows=slice(row, row + len(pasts)),
