@@ -42,7 +42,7 @@ def main() -> None:
                 chosen = [pool[(8 * i + k) % len(pool)] for k in range(config.sequences_per_step)]
                 begin = time.perf_counter()
                 parts = step_parts(chosen, run.features, config, at)
-                numbers, _ = train_step(run.model, run.optimizer, run.shared, parts, config, step=at, rate=1e-4)
+                numbers, _ = train_step(run.method, run.optimizer, parts, config, step=at, rate=1e-4)
                 seconds = time.perf_counter() - begin
                 rates.append((numbers.blocks / seconds, numbers.blocks / (seconds + statistics.median(passes))))
             features, whole = (statistics.median(r[k] for r in rates[2:]) for k in (0, 1))

@@ -17,15 +17,15 @@ from rich.progress import BarColumn, Progress, TextColumn
 from dspark.data.features import Sample
 from dspark.errors import ConfigError
 from dspark.evaluate.held_out import decoded_acceptance
-from dspark.models.backbone import DraftModel
-from dspark.models.dspark import DsparkDrafter
-from dspark.train.config import TrainConfig
+from dspark.models.drafter import Drafter
+from dspark.train.config import TrainConfig, drafter_defaults
 from dspark.train.run import Corpus, train
 
 
 def read_config(given: Mapping[str, Any], assignments: Sequence[str]) -> TrainConfig:
     """A config from fields already typed and ``name=value`` texts; values are JSON, or else plain words.
 
+    What is not given stands at the default that the drafter's method wants.
     Raises :class:`ConfigError` for an unknown field, a value of another type, or a field given twice.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
@@ -39,7 +39,7 @@ def read_config(given: Mapping[str, Any], assignments: Sequence[str]) -> TrainCo
         if name in values:
             raise ConfigError(f"{name} is given twice; leave one out")
         values[name] = _typed(name, text, defaults[name])
-    return TrainConfig(**values)
+    return TrainConfig(**{**drafter_defaults(values.get("drafter", TrainConfig.drafter)), **values})
 
 
 def _typed(name: str, text: str, default: object) -> object:
@@ -80,12 +80,12 @@ def run(config: TrainConfig, *, threads: int | None = None) -> bool:
 
 
 def decode_held_out(
-    corpus: Corpus, config: TrainConfig, model: DraftModel, samples: Sequence[Sample]
+    corpus: Corpus, config: TrainConfig, drafter: Drafter, samples: Sequence[Sample]
 ) -> dict[str, float]:
     """The decoding that a run's evaluations ask for: the samples' prompts, answered with the drafter as it stands."""
     return decoded_acceptance(
         corpus.target,
-        DsparkDrafter(model, corpus.target),
+        drafter,
         [(s.domain, s.token_ids[: int(s.loss_mask.nonzero()[0, 0])].tolist()) for s in samples],
         max_new_tokens=config.evaluate_tokens,
         stop_token_ids=corpus.chat.stop_token_ids,

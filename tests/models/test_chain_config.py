@@ -27,7 +27,7 @@ SHAPE: dict[str, Any] = {
 CONFIGS = [
     Eagle3Config(**SHAPE, target_layer_ids=(0, 2, 4)),
     Eagle3Config(**SHAPE, target_layer_ids=(1,), own_head=True, qk_norm=False, draft_vocab_size=20),
-    MTPConfig(**SHAPE, block_size=2, rope_theta=5e5, embed_scale=3.0, final_soft_cap=30.0),
+    MTPConfig(**SHAPE, block_size=2, rope_theta=5e5, final_soft_cap=30.0),
 ]
 
 

@@ -13,10 +13,17 @@ import torch
 from safetensors.torch import load_file
 from tiny_chat import save_chat_model
 
+from dspark.core import SamplingParams
+from dspark.decode import generate
 from dspark.errors import ConfigError
-from dspark.models.checkpoint import load_drafter_model
-from dspark.train.config import TrainConfig
-from dspark.train.run import default_taps, settle_dtype, train
+from dspark.models.checkpoint import read_draft_config
+from dspark.models.draft_recipes import default_taps
+from dspark.models.drafter import NoDrafter
+from dspark.models.loading import load_target
+from dspark.models.registry import load_drafter
+from dspark.train.config import DRAFTERS, TrainConfig, drafter_defaults
+from dspark.train.run import settle_dtype, train
+from dspark.train_cli import decode_held_out
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +68,46 @@ def lines(folder: Path) -> dict[tuple[int, str], dict]:
     return found
 
 
-def test_a_run_learns_and_leaves_a_drafter(base: TrainConfig, tmp_path: Path) -> None:
-    config = replace(base, out=str(tmp_path / "run"), steps=80, learning_rate=5e-3, save_seconds=99.0, soft_until=0.5)
-    best = train(config)
+def of_method(base: TrainConfig, drafter: str, **changes: object) -> TrainConfig:
+    """``base`` for another method, on the same taps."""
+    heads = {} if drafter == "dspark" else {"markov_rank": 0, "confidence": False}
+    return replace(base, drafter=drafter, **{**heads, **drafter_defaults(drafter), **changes})
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_run_learns_and_leaves_a_drafter_that_decodes(base: TrainConfig, tmp_path: Path, drafter: str) -> None:
+    """On the answers' tokens alone, whatever the method's own loss: they can be learned, a random target hardly."""
+    fields = {"out": str(tmp_path / "run"), "steps": 80, "learning_rate": 5e-3, "save_seconds": 99.0}
+    fields |= {"evaluate_prompts": 2, "evaluate_tokens": 6, "evaluate_every": 40}
+    config = of_method(base, drafter, **fields, soft_until=0.0, alpha_soft=0.0, alpha_ce=1.0, alpha_l1=0.0)
+    best = train(config, evaluate=decode_held_out)
     logged = lines(tmp_path / "run")
-    assert (80, "held") in logged
+    assert logged[(80, "held")]["held_out_analytic"]["mean"] > 1
     ce = [logged[(step, "step")]["ce"] for step in range(1, 81)]
-    assert sum(ce[-10:]) < 0.75 * sum(ce[:10])  # the labels are not the random target's own: it cannot reach 0
-    model = load_drafter_model(best)
-    assert model.config.draft_vocab_size == 60 and model.config.target_layer_ids == (0, 2)
+    assert sum(ce[-10:]) < 0.75 * sum(ce[:10])
+    shape = read_draft_config(best)
+    assert shape.draft_vocab_size == 60 and shape.block_size == 3
+    target = load_target(config.model, dtype="float32")
+    found = load_drafter(str(best), target)
+    prompt = list(range(40, 60))
+    drafted, plain = (
+        generate(target, d, prompt, sampling=SamplingParams(), max_new_tokens=20) for d in (found, NoDrafter())
+    )
+    assert drafted.token_ids == plain.token_ids and sum(len(r.draft_tokens) for r in drafted.rounds) > 0
+
+
+@pytest.mark.parametrize("fields", [{"own_head": True, "draft_vocab": 0}, {"initialise": "fresh", "unroll": 2}])
+def test_eagle3_with_its_other_choices(base: TrainConfig, tmp_path: Path, fields: dict) -> None:
+    config = of_method(base, "eagle3", out=str(tmp_path / "run"), steps=3, **fields)
+    found = load_drafter(str(train(config)), load_target(config.model, dtype="float32"))
+    assert found.block_size == 3 and found.config.own_head == config.own_head
+    origin = load_file(tmp_path / "run" / "last" / "model.safetensors")
+    second = replace(
+        config, out=str(tmp_path / "second"), steps=1, learning_rate=0.0, initialise=f"{tmp_path}/run/last"
+    )
+    train(second)
+    again = load_file(tmp_path / "second" / "last" / "model.safetensors")
+    assert again.keys() == origin.keys() and all(torch.equal(again[k], origin[k]) for k in origin)
 
 
 def killed_at(config: TrainConfig, step: int) -> None:
@@ -83,11 +121,12 @@ def killed_at(config: TrainConfig, step: int) -> None:
     train(config, on_step=die)
 
 
-def test_a_killed_run_resumes_to_the_same_result(base: TrainConfig, tmp_path: Path) -> None:
-    whole = replace(base, out=str(tmp_path / "whole"))
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_killed_run_resumes_to_the_same_result(base: TrainConfig, tmp_path: Path, drafter: str) -> None:
+    whole = of_method(base, drafter, out=str(tmp_path / "whole"))
     train(whole)
-    torn = replace(base, out=str(tmp_path / "torn"), save_seconds=0.0)
-    for step in (1, 4, 9):
+    torn = replace(whole, out=str(tmp_path / "torn"), save_seconds=0.0)
+    for step in (1, 4, 9) if drafter == "dspark" else (4,):
         child = multiprocessing.get_context("fork").Process(target=killed_at, args=(torn, step))
         child.start()
         child.join()
@@ -106,6 +145,20 @@ def test_resuming_another_run_is_refused_by_field(base: TrainConfig, tmp_path: P
         train(replace(config, seed=1, learning_rate=1.0))
     train(replace(config, steps=3))  # a longer run is the same run
     assert len(json.loads((tmp_path / "run" / "config.json").read_text())["calls"]) == 2
+
+
+def test_a_field_unknown_to_the_runs_version_stood_at_its_default(base: TrainConfig, tmp_path: Path) -> None:
+    config = replace(base, out=str(tmp_path / "run"), steps=2)
+    train(config)
+    path = tmp_path / "run" / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["config"]["drafter"], stored["config"]["unroll"]
+    path.write_text(json.dumps(stored))
+    train(replace(config, steps=3))
+    del stored["config"]["learning_rate"]
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match="learning_rate"):
+        train(replace(config, steps=4, learning_rate=7e-3))
 
 
 def test_resuming_on_grown_answers_is_refused(base: TrainConfig, tmp_path: Path) -> None:
@@ -162,12 +215,38 @@ def test_default_taps_are_z_labs() -> None:
         ("fresh_per_step", 9),
         ("schedule", "stairs"),
         ("initialise", "luck"),
+        ("drafter", "medusa"),
+        ("unroll", 2),
+        ("own_head", True),
+        ("step_loss_decay", 0.0),
         ("curriculum", ((0.5, 2),)),
     ],
 )
 def test_unusable_fields_are_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
         TrainConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("drafter", "field", "value"),
+    [
+        ("dflash", "markov_rank", 8),
+        ("dflash", "confidence", True),
+        ("eagle3", "layers", 2),
+        ("eagle3", "unroll", 8),
+        ("eagle3", "sample_from_anchor", False),
+        ("mtp", "own_head", True),
+    ],
+)
+def test_what_a_method_cannot_use_is_refused(drafter: str, field: str, value: object) -> None:
+    TrainConfig(drafter=drafter, **drafter_defaults(drafter))
+    with pytest.raises(ConfigError, match=field):
+        TrainConfig(**{"drafter": drafter, **drafter_defaults(drafter), field: value})
+
+
+def test_mtp_is_trained_on_one_prediction_and_measured_on_the_whole_block() -> None:
+    config = TrainConfig(drafter="mtp", **drafter_defaults("mtp"))
+    assert config.block_at(0) == config.block_at(3999) == 1 and config.block_size == 7
 
 
 def test_missing_files_are_named_before_anything_is_loaded() -> None:

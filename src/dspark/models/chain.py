@@ -109,6 +109,11 @@ class ChainModel(nn.Module, ABC):
         size = config.draft_vocab_size
         self.register_buffer("d2t", None if size is None else torch.zeros(size, dtype=torch.long))
 
+    @property
+    @abstractmethod
+    def taps(self) -> tuple[int, ...]:
+        """States of the target that features consist of."""
+
     @abstractmethod
     def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
         """The state u that a chain starts from, of the target's tapped states."""

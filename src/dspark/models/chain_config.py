@@ -44,7 +44,6 @@ class ChainConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048  # drafting stops past it, decoding goes on
-    embed_scale: float = 1.0  # factor on input embeddings (Gemma: sqrt of the width)
     final_soft_cap: float = 0.0  # tanh cap on the logits of the target's head; 0 is off
 
     # the drafter's own

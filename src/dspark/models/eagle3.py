@@ -96,6 +96,10 @@ class Eagle3Model(ChainModel):
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.lm_head = nn.Linear(config.hidden_size, config.output_size, bias=False) if config.own_head else None
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
     def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
         """fc . F, of all taps at once."""
         return linear(features, self.fc)

@@ -19,7 +19,7 @@ from dspark.maths.losses import LossAlphas, SparseTarget, chunked_losses
 from dspark.models.backbone import DraftModel
 
 
-def fresh(model: DraftModel, *, seed: int, std: float = 0.02) -> None:
+def fresh(model: nn.Module, *, seed: int, std: float = 0.02) -> None:
     """The reference's initialisation (semantics 2.6), in place."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():

@@ -62,6 +62,10 @@ class MTPModel(ChainModel):
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
     def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
         """The target's final state as it is."""
         return features

@@ -14,60 +14,40 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.data.anchors import Blocks
-from dspark.data.features import Sample, SampleFeatures
-from dspark.maths.losses import (
-    LossAlphas,
-    SlotLosses,
-    SparseTarget,
-    chunked_losses,
-    expected_acceptance_length,
-    slot_weights,
-)
+from dspark.maths.losses import LossAlphas, SlotLosses, chunked_losses, slot_weights
 from dspark.models.backbone import BlockBatch, DraftModel
 from dspark.models.target import Target
 from dspark.train.config import TrainConfig
+from dspark.train.slots import (
+    FrozenHead,
+    Part,
+    StepNumbers,
+    freeze_head,
+    slot_targets,
+    state_errors,
+    state_numbers,
+    step_numbers,
+)
 
 
 @dataclass(frozen=True)
-class StepNumbers:
-    """What one pass over blocks measured; sums where a mean would need the other passes' weights."""
-
-    loss: Float[Tensor, ""]  # differentiable
-    acceptance_length: float  # analytic, mean over blocks
-    acceptance_rate: Float[Tensor, "block"]  # c* per slot, mean over supervised slots
-    confidence_error: float  # mean |c - c*|; nan without the head
-    ce: float
-    l1: float
-    blocks: int
-
-
-@dataclass(frozen=True)
-class Shared:
+class Shared(FrozenHead):
     """The frozen parts of the target that training reads, in the compute dtype, on the target's device."""
 
-    target: Target
-    head: Float[Tensor, "draft_vocab hidden"]
-    to_draft: Int[Tensor, "vocab"]  # draft id of a target id, -1 outside the draft vocabulary
     mask_embed: Float[Tensor, "hidden"]
-    dtype: torch.dtype
 
 
 def make_shared(target: Target, model: DraftModel, dtype: torch.dtype) -> Shared:
     """Slice the head to the draft vocabulary and embed the mask token, once."""
-    device = target.info.device
-    ids = model.draft_token_ids().to(device)
-    to_draft = torch.full((model.config.vocab_size,), -1, dtype=torch.long, device=device)
-    to_draft[ids] = torch.arange(ids.shape[0], device=device)
-    head = target.head_weight().index_select(0, ids).to(dtype).contiguous()
-    mask = target.embed(torch.tensor([model.config.mask_token_id], device=device))[0].to(dtype)
-    return Shared(target, head, to_draft, mask, dtype)
+    frozen = freeze_head(target, model.draft_token_ids(), dtype)
+    mask = target.embed(torch.tensor([model.config.mask_token_id], device=target.info.device))[0].to(dtype)
+    return Shared(target, frozen.head, frozen.to_draft, dtype, mask)
 
 
 def run_blocks(
     model: DraftModel,
     shared: Shared,
-    parts: Sequence[tuple[Sample, SampleFeatures, Blocks]],
+    parts: Sequence[Part],
     config: TrainConfig,
     *,
     block_size: int,
@@ -91,7 +71,7 @@ def run_blocks(
         latents,
         None if head is None else head.markov_w2.weight,
         shared.head,
-        _targets(parts, block_size, keep),
+        slot_targets(parts, block_size, keep),
         shared.to_draft[labels.flatten()[keep]],
         weights.flatten()[keep],
         alphas=alphas,
@@ -104,50 +84,24 @@ def run_blocks(
         confidence_loss, error = _confidence_loss(model, rows, previous, slots, weights.flatten()[keep], config)
         loss = loss + config.alpha_confidence * confidence_loss
     if config.alpha_state > 0:
-        loss = loss + config.alpha_state * _state_errors(hidden[:, 0], parts).mean()
-    rate = torch.zeros(supervised.numel(), device=device).index_put_((keep,), slots.acceptance_rate.float())
-    rate = rate.view_as(weights)
-    counts = supervised.sum(0).clamp(min=1)
-    lengths = expected_acceptance_length(rate, supervised)
-    mean = weights.flatten()[keep]
-    return StepNumbers(
-        loss,
-        float(lengths.mean()),
-        rate.sum(0) / counts,
-        error,
-        float((slots.ce * mean).sum()),
-        float((slots.l1 * mean).sum()),
-        supervised.shape[0],
-    )
+        loss = loss + config.alpha_state * state_errors(hidden[:, 0], parts).mean()
+    return step_numbers(loss, slots, supervised, weights.flatten()[keep], confidence_error=error)
 
 
-def run_states(
-    model: DraftModel, shared: Shared, parts: Sequence[tuple[Sample, SampleFeatures, Blocks]]
-) -> StepNumbers:
+def run_states(model: DraftModel, shared: Shared, parts: Sequence[Part]) -> StepNumbers:
     """One forward pass of blocks of one slot, and the relative squared error of h_0 against the target's final state.
 
     Given the anchor and the context, that state is certain, and matching it matches the logits, since the head is
     shared. Every channel carries a signal, and no product over the vocabulary is needed: a cheap start for the
     backbone.
     """
-    errors = _state_errors(_hidden(model, shared, parts, 1)[:, 0], parts)
-    nan = float("nan")
-    return StepNumbers(errors.mean(), nan, torch.full((1,), nan), nan, nan, nan, errors.shape[0])
-
-
-def _state_errors(
-    hidden: Float[Tensor, "blocks hidden"], parts: Sequence[tuple[Sample, SampleFeatures, Blocks]]
-) -> Float[Tensor, "blocks"]:
-    """Squared error of each anchor slot's h_0 relative to the target's final state there; 0 is equality."""
-    wanted = torch.cat([kept.states[blocks.anchors - kept.start] for _, kept, blocks in parts]).to(hidden.device)
-    wanted = wanted.to(torch.promote_types(hidden.dtype, torch.float32))
-    return (hidden.to(wanted.dtype) - wanted).square().sum(-1) / wanted.square().sum(-1)
+    return state_numbers(state_errors(_hidden(model, shared, parts, 1)[:, 0], parts))
 
 
 def _hidden(
     model: DraftModel,
     shared: Shared,
-    parts: Sequence[tuple[Sample, SampleFeatures, Blocks]],
+    parts: Sequence[Part],
     block_size: int,
 ) -> Float[Tensor, "blocks block hidden"]:
     """The backbone's states of every slot that predicts; a sample's context is cut at its last anchor."""
@@ -162,19 +116,6 @@ def _hidden(
         [blocks.anchors.shape[0] for _, _, blocks in parts],
     )
     return model(batch, shared.target.embed(anchor_ids).to(shared.dtype), shared.mask_embed, block_size)
-
-
-def _targets(
-    parts: Sequence[tuple[Sample, SampleFeatures, Blocks]], block_size: int, keep: Int[Tensor, "kept"]
-) -> SparseTarget:
-    """The target's distribution at label - 1 of every slot; slot k of anchor a reads position a + k."""
-    ids, probs = [], []
-    for _, kept, blocks in parts:
-        last = kept.start + kept.top_ids.shape[0] - 1
-        part = kept.sparse_target((blocks.anchors[:, None] + torch.arange(block_size)).clamp(max=last))
-        ids.append(part.ids)
-        probs.append(part.probs)
-    return SparseTarget(torch.cat(ids)[keep], torch.cat(probs)[keep])
 
 
 def _confidence_loss(

@@ -4,11 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from dspark.errors import ConfigError
 from dspark.train.optim import SCHEDULES
 
 INITIALISERS = ("target", "fresh")
+CHAINS = ("eagle3", "mtp")  # one layer, run once per draft
+DRAFTERS = ("dspark", "dflash", *CHAINS)
+
+
+def drafter_defaults(drafter: str) -> dict[str, Any]:
+    """Fields of :class:`TrainConfig` that a method wants otherwise than the class's defaults, which are DSpark's.
+
+    dflash: no heads, cross-entropy alone (DeepSpec). eagle3: one layer, five taps, the whole block unrolled, soft
+    cross-entropy throughout (DeepSpec). mtp: one layer, the one prediction of DeepSeek's module, DSpark's losses.
+    """
+    none = {"markov_rank": 0, "confidence": False, "alpha_confidence": 0.0, "bigram_passes": 0.0}
+    found: dict[str, dict[str, Any]] = {
+        "dspark": {},
+        "dflash": {**none, "alpha_ce": 1.0, "alpha_l1": 0.0, "soft_until": 0.0},
+        "eagle3": {
+            **none,
+            "layers": 1,
+            "num_taps": 5,
+            "alpha_ce": 0.0,
+            "alpha_l1": 0.0,
+            "alpha_soft": 1.0,
+            "soft_until": 0.0,
+        },
+        "mtp": {**none, "layers": 1, "unroll": 1},
+    }
+    if drafter not in found:
+        raise ConfigError(f"drafter is {drafter!r}; supported: {', '.join(DRAFTERS)}")
+    return found[drafter]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +53,8 @@ class TrainConfig:
     held_out: int = 48  # samples never trained on, spread over the domains
 
     # the drafter
-    layers: int = 2
+    drafter: str = "dspark"  # the method: dspark, dflash, eagle3 or mtp; `drafter_defaults` has what goes with each
+    layers: int = 2  # eagle3 and mtp have one
     block_size: int = 7
     markov_rank: int = 128
     markov_head: str = "vanilla"  # vanilla, gated or rnn
@@ -35,6 +65,8 @@ class TrainConfig:
     mask_token_id: int = -1  # -1 picks a reserved token that no answer contains
     confidence: bool = True
     confidence_detach: bool = True  # confidence loss trains its own head alone
+    unroll: int = 0  # steps of a chain that eagle3 and mtp are trained on; 0 is block_size
+    own_head: bool = False  # eagle3: train a head of its own instead of sharing the target's
 
     # the start
     initialise: str = (
@@ -45,12 +77,14 @@ class TrainConfig:
     # the loss
     alpha_ce: float = 0.1
     alpha_l1: float = 0.9
+    alpha_soft: float = 0.0  # soft cross-entropy against the target's distribution, for the whole run
     alpha_confidence: float = 1.0
     alpha_state: float = 0.0  # relative squared error of the anchor slot's state against the target's final state
     soft_until: float = (
         0.5  # soft cross-entropy fades into the loss above over this fraction of the run; 0 never uses it
     )
-    loss_decay: float = 4.0
+    loss_decay: float = 4.0  # of dspark and dflash: slot k weighs exp(-k / loss_decay)
+    step_loss_decay: float = 0.8  # of eagle3 and mtp: weight of an unrolled step relative to the one before
     target_top: int = 64  # target probabilities kept per position
 
     # the steps
@@ -103,6 +137,9 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if not self.loss_decay > 0:
             raise ConfigError(f"loss_decay is {self.loss_decay}; it must be positive")
+        if not 0 < self.step_loss_decay <= 1:
+            raise ConfigError(f"step_loss_decay is {self.step_loss_decay}; it must be in (0, 1]")
+        self._check_drafter()
         if not 1 <= self.fresh_per_step <= self.sequences_per_step:
             raise ConfigError(f"fresh_per_step is {self.fresh_per_step}; it must lie in 1..{self.sequences_per_step}")
         if self.schedule not in SCHEDULES:
@@ -116,13 +153,35 @@ class TrainConfig:
             if not Path(path).is_file():
                 raise ConfigError(f"{path} does not exist; answers and prompts name JSONL files")
 
+    def _check_drafter(self) -> None:
+        """Refuse fields that the method would ignore, or that would make it another one."""
+        chain = self.drafter in CHAINS
+        if self.drafter not in DRAFTERS:
+            raise ConfigError(f"drafter is {self.drafter!r}; supported: {', '.join(DRAFTERS)}")
+        for name in ("markov_rank", "confidence") if self.drafter != "dspark" else ():
+            if getattr(self, name):
+                raise ConfigError(f"{name} is {getattr(self, name)}; {self.drafter} has no such head, switch it off")
+        if chain and self.layers != 1:
+            raise ConfigError(f"layers is {self.layers}; {self.drafter} has one layer, set 1")
+        if chain and not self.sample_from_anchor:
+            raise ConfigError(f"sample_from_anchor is false; {self.drafter} drafts from the anchor, set true")
+        if not 0 <= self.unroll <= self.block_size or (self.unroll and not chain):
+            raise ConfigError(
+                f"unroll is {self.unroll}; it must lie in 0..{self.block_size}, and 0 unless the drafter is a chain "
+                f"({', '.join(CHAINS)})"
+            )
+        if self.own_head and self.drafter != "eagle3":
+            raise ConfigError(f"own_head is true; {self.drafter} shares the target's head, set false")
+        if self.own_head and (self.alpha_state or self.state_steps):
+            raise ConfigError("own_head is true; states can only be learned under the target's head, set state_steps 0")
+
     def block_at(self, train_step: int) -> int:
-        """Block size of a step: 1 while states are learned, then as the curriculum says."""
+        """Block size of a step: 1 while states are learned, then as the curriculum says, up to what is unrolled."""
         if train_step < self.state_steps:
             return 1
         done = train_step / self.steps
         size = next(size for until, size in self.curriculum if done < until or until >= 1.0)
-        return min(size or self.block_size, self.block_size)
+        return min(size or self.block_size, self.unroll or self.block_size)
 
     def slots_at(self, train_step: int) -> int:
         """Supervised slots that a step aims at."""

@@ -1,8 +1,9 @@
 """Training a drafter: one function a step, readable beside paper equation (12).
 
-A step takes a few sequences, opens blocks at random anchors of their answers, runs the backbone once over all blocks,
-and pulls the draft distribution towards the target's. Each step sees ``fresh_per_step`` new sequences and replays
-others from those already seen, whose features are still in memory: a target pass costs as much as a hundred blocks.
+A step takes a few sequences, opens blocks at random anchors of their answers, runs the drafter once over all blocks,
+and pulls the draft distribution towards the target's; how, its method says (:mod:`dspark.train.methods`). Each step
+sees ``fresh_per_step`` new sequences and replays others from those already seen, whose features are still in memory: a
+target pass costs as much as a hundred blocks.
 
 Everything random in step s is a function of (seed, s), so a killed run resumes to the same curve.
 """
@@ -14,12 +15,12 @@ from functools import lru_cache
 
 import torch
 
-from dspark.data.anchors import Blocks, make_blocks, sample_anchors
-from dspark.data.features import FeatureSource, Sample, SampleFeatures
+from dspark.data.anchors import make_blocks, sample_anchors
+from dspark.data.features import FeatureSource, Sample
 from dspark.maths.losses import LossAlphas
-from dspark.models.backbone import DraftModel
-from dspark.train.blocks import Shared, StepNumbers, run_blocks, run_states
 from dspark.train.config import TrainConfig
+from dspark.train.methods import Method
+from dspark.train.slots import Part, StepNumbers
 
 
 def step_generator(seed: int, train_step: int, purpose: int) -> torch.Generator:
@@ -49,9 +50,7 @@ def choose_samples(samples: Sequence[Sample], train_step: int, config: TrainConf
     return [samples[i] for i in dict.fromkeys(fresh + replays)]
 
 
-def step_parts(
-    samples: Sequence[Sample], features: FeatureSource, config: TrainConfig, train_step: int
-) -> list[tuple[Sample, SampleFeatures, Blocks]]:
+def step_parts(samples: Sequence[Sample], features: FeatureSource, config: TrainConfig, train_step: int) -> list[Part]:
     """Features and freshly drawn blocks of a step's samples."""
     size = config.block_at(train_step)
     generator = step_generator(config.seed, train_step, 3)
@@ -65,44 +64,49 @@ def step_parts(
     return parts
 
 
+def loss_alphas(config: TrainConfig, train_step: int) -> LossAlphas:
+    """Weights of the draft losses at a step: soft cross-entropy at first, fading into the others."""
+    soft = config.soft_share(train_step)
+    rest = 1 - soft
+    return LossAlphas(config.alpha_ce * rest, soft + config.alpha_soft * rest, config.alpha_l1 * rest)
+
+
 def train_step(
-    model: DraftModel,
+    method: Method,
     optimizer: torch.optim.Optimizer,
-    shared: Shared,
-    parts: Sequence[tuple[Sample, SampleFeatures, Blocks]],
+    parts: Sequence[Part],
     config: TrainConfig,
     *,
     step: int,
     rate: float,
 ) -> tuple[StepNumbers, float]:
     """Forward, backward, clip, update. Returns the numbers and the gradient's norm before clipping."""
-    soft = config.soft_share(step)
-    alphas = LossAlphas(config.alpha_ce * (1 - soft), soft, config.alpha_l1 * (1 - soft))
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
     if step < config.state_steps:
-        numbers = run_states(model, shared, parts)
+        numbers = method.state_numbers(parts)
     else:
-        numbers = run_blocks(model, shared, parts, config, block_size=config.block_at(step), alphas=alphas)
+        numbers = method.numbers(parts, block_size=config.block_at(step), alphas=loss_alphas(config, step))
     numbers.loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+    norm = torch.nn.utils.clip_grad_norm_(method.model.parameters(), config.clip)
     optimizer.step()
     return numbers, float(norm)
 
 
 @torch.no_grad()
 def held_out_numbers(
-    model: DraftModel,
-    shared: Shared,
+    method: Method,
     features: FeatureSource,
     samples: Sequence[Sample],
     config: TrainConfig,
     *,
     anchors: int = 32,
 ) -> dict[str, float]:
-    """Analytic acceptance length on held-out answers, per domain and as the domains' mean; the anchors are always the
-    same."""
+    """Analytic acceptance length on held-out answers, per domain and as the domains' mean.
+
+    Blocks have the drafter's full size, and the anchors are always the same, whatever the method.
+    """
     by_domain: dict[str, list[float]] = {}
     for i, sample in enumerate(samples):
         positions = sample_anchors(sample.loss_mask, anchors, step_generator(config.seed, i, 4))
@@ -110,7 +114,7 @@ def held_out_numbers(
             continue
         blocks = make_blocks(sample.token_ids, sample.loss_mask, positions, config.block_size)
         part = [(sample, features.get(sample), blocks)]
-        numbers = run_blocks(model, shared, part, config, block_size=config.block_size, alphas=LossAlphas())
+        numbers = method.numbers(part, block_size=config.block_size, alphas=LossAlphas())
         by_domain.setdefault(sample.domain, []).append(numbers.acceptance_length)
     means = {domain: sum(values) / len(values) for domain, values in sorted(by_domain.items())}
     return {"mean": sum(means.values()) / max(1, len(means)), **means}

@@ -15,19 +15,18 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.artifacts import atomic_write_text, provenance
 from dspark.chat import ChatFormat
 from dspark.data.features import FeatureSource, Sample
 from dspark.data.samples import (
-    bigram_pairs,
     choose_draft_vocab,
     read_prompts,
     read_samples,
@@ -35,17 +34,14 @@ from dspark.data.samples import (
     token_counts,
 )
 from dspark.errors import ConfigError
-from dspark.models.backbone import DraftModel
-from dspark.models.checkpoint import load_drafter_model, save_drafter
-from dspark.models.draft_config import DraftConfig
-from dspark.models.draft_recipes import default_taps, for_target
-from dspark.models.initialise import fit_bigram, fresh, from_target
+from dspark.models.checkpoint import AnyConfig, build_model, read_drafter, save_drafter
+from dspark.models.drafter import Drafter
 from dspark.models.loading import choose_device, choose_dtype, load_target
-from dspark.models.target import Target, TargetInfo
+from dspark.models.target import Target
 from dspark.models.weights import load_tensors, read_config, resolve_model
-from dspark.train.blocks import Shared, make_shared
 from dspark.train.config import INITIALISERS, TrainConfig
 from dspark.train.loop import choose_samples, held_out_numbers, step_parts, train_step
+from dspark.train.methods import Method, make_method
 from dspark.train.optim import learning_rate, make_optimizer
 from dspark.train.state import load_state, save_state
 
@@ -69,15 +65,18 @@ class Run:
     config: TrainConfig
     folder: Path
     corpus: Corpus
-    model: DraftModel
+    method: Method
     optimizer: torch.optim.Optimizer
-    shared: Shared
     features: FeatureSource
     step: int = 0
     best: float = -math.inf  # held-out acceptance length of the best drafter
     measure: list[str | int] = field(default_factory=list)  # how ``best`` was measured
     seconds: float = 0.0  # spent in steps, over all resumptions
     blocks: int = 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.method.model
 
 
 def reserved_token(tokenizer: Any, counts: Tensor) -> int:
@@ -94,25 +93,7 @@ def reserved_token(tokenizer: Any, counts: Tensor) -> int:
     raise ConfigError("mask_token_id is -1 and no reserved token is unused; name a token id that no answer contains")
 
 
-def draft_config(config: TrainConfig, target_config: Any, info: TargetInfo, mask_token_id: int) -> DraftConfig:
-    """The drafter's shape: the target's, and what the run's configuration says."""
-    return for_target(
-        target_config,
-        mask_token_id=mask_token_id,
-        vocab_size=info.vocab_size,
-        max_position_embeddings=info.max_len,
-        num_hidden_layers=config.layers,
-        block_size=config.block_size,
-        target_layer_ids=config.taps or default_taps(info.num_layers, config.num_taps),
-        markov_rank=config.markov_rank,
-        markov_head_type=config.markov_head,
-        enable_confidence_head=config.confidence,
-        sample_from_anchor=config.sample_from_anchor,
-        draft_vocab_size=config.draft_vocab if 0 < config.draft_vocab < info.vocab_size else None,
-    )
-
-
-Evaluate = Callable[[Corpus, TrainConfig, DraftModel, Sequence[Sample]], dict[str, float]]
+Evaluate = Callable[[Corpus, TrainConfig, Drafter, Sequence[Sample]], dict[str, float]]
 
 
 def load_corpus(config: TrainConfig) -> Corpus:
@@ -143,25 +124,25 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
     _claim(folder, config)
     target, counts = corpus.target, corpus.counts
     mask = config.mask_token_id if config.mask_token_id >= 0 else reserved_token(corpus.chat.tokenizer, counts)
-    model = DraftModel(draft_config(config, read_config(corpus.place), target.info, mask))
-    fresh(model, seed=config.seed)
+    method = make_method(config, read_config(corpus.place), target.info, mask_token_id=mask)
+    model = method.model
     if config.initialise not in INITIALISERS:
         _copy_drafter(model, Path(config.initialise))
-    elif model.d2t is not None:
-        ids = choose_draft_vocab(counts, model.config.output_size, corpus.chat.stop_token_ids)
+    elif isinstance(model.d2t, Tensor):
+        ids = choose_draft_vocab(counts, model.d2t.shape[0], corpus.chat.stop_token_ids)
         model.d2t.copy_(ids - torch.arange(ids.shape[0]))
     model.to(target.info.device)
     optimizer = make_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
     facts = load_state(folder, model, optimizer)  # before anything derives from the draft vocabulary
-    shared = make_shared(target, model, target.info.dtype)
+    method.bind(target)
     features = features or FeatureSource(
         target,
-        model.config.target_layer_ids,
-        model.draft_token_ids(),
+        method.taps,
+        method.draft_token_ids(),
         top=config.target_top,
         memory_bytes=int(config.feature_gigabytes * 2**30),
     )
-    run = Run(config, folder, corpus, model, optimizer, shared, features)
+    run = Run(config, folder, corpus, method, optimizer, features)
     if facts is None:
         _warm_start(run)
     else:
@@ -184,6 +165,9 @@ FREE_FIELDS = frozenset(  # what a resumed run may change: its length, and what 
         "feature_gigabytes",
     }
 )
+
+
+_DEFAULTS = json.loads(json.dumps({f.name: f.default for f in fields(TrainConfig)}))
 
 
 def settle_dtype(config: TrainConfig) -> TrainConfig:
@@ -211,7 +195,8 @@ def _claim(folder: Path, config: TrainConfig) -> None:
     if path.is_file() and any(folder.glob("state-*")):
         before = json.loads(path.read_text())
         calls = before["calls"]
-        changed = sorted(k for k in ours if k not in FREE_FIELDS and before["config"].get(k) != ours[k])
+        then = {**_DEFAULTS, **before["config"]}  # a field that the run's version did not know stood at its default
+        changed = sorted(k for k in ours if k not in FREE_FIELDS and then.get(k) != ours[k])
         changed += sorted(name for name in data if before["data"].get(name) != data[name])
         if changed:
             raise ConfigError(
@@ -222,32 +207,24 @@ def _claim(folder: Path, config: TrainConfig) -> None:
     atomic_write_text(path, json.dumps({"config": ours, "data": data, "calls": calls}, indent=2))
 
 
-def _copy_drafter(model: DraftModel, folder: Path) -> None:
+def _copy_drafter(model: nn.Module, folder: Path) -> None:
     """Take all parameters and the draft vocabulary of the drafter in ``folder``, which must have the same shape."""
-    origin = load_drafter_model(folder)
+    origin = read_drafter(folder)
+    assert isinstance(model.config, AnyConfig)
     ours, theirs = model.config.to_json(), origin.config.to_json()
     changed = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
     if changed:
         raise ConfigError(f"initialise is {folder}, whose {', '.join(changed)} differ from the run's; set them alike")
-    model.load_state_dict(origin.state_dict())
+    model.load_state_dict(build_model(origin).state_dict())
 
 
 def _warm_start(run: Run) -> None:
     """The parameters before the first step; a drafter that was copied has them already."""
     if run.config.initialise not in INITIALISERS:
         return
-    if run.config.initialise == "target":
-        from_target(run.model, load_tensors(run.corpus.place))
-    if run.config.bigram_passes > 0 and run.model.markov_head is not None:
-        previous, following = bigram_pairs(run.corpus.training)
-        nats = fit_bigram(
-            run.model,
-            previous,
-            run.shared.to_draft.cpu()[following],
-            passes=run.config.bigram_passes,
-            dtype=run.shared.dtype,
-        )
-        _log(run.folder, {"bigram_nats": nats})
+    tensors = load_tensors(run.corpus.place) if run.config.initialise == "target" else None
+    if figures := run.method.start(tensors, run.corpus.training):
+        _log(run.folder, figures)
 
 
 def train(
@@ -297,7 +274,7 @@ def _one_step(run: Run) -> dict[str, Any]:
     )
     parts = step_parts(choose_samples(run.corpus.training, run.step, run.config), run.features, run.config, run.step)
     fed = time.perf_counter()
-    numbers, norm = train_step(run.model, run.optimizer, run.shared, parts, run.config, step=run.step, rate=rate)
+    numbers, norm = train_step(run.method, run.optimizer, parts, run.config, step=run.step, rate=rate)
     end = time.perf_counter()
     run.step += 1
     run.seconds += end - begin
@@ -320,12 +297,13 @@ def _one_step(run: Run) -> dict[str, Any]:
 
 def _evaluate(run: Run, evaluate: Evaluate | None) -> dict[str, Any]:
     """Held-out acceptance, analytic and by decoding; the best drafter so far is kept."""
-    analytic = held_out_numbers(run.model, run.shared, run.features, run.corpus.held_out, run.config)
+    analytic = held_out_numbers(run.method, run.features, run.corpus.held_out, run.config)
     line: dict[str, Any] = {"held_out_analytic": analytic}
     score = analytic["mean"]
     if evaluate is not None:
         chosen = run.corpus.held_out[:: max(1, len(run.corpus.held_out) // max(1, run.config.evaluate_prompts))]
-        line["held_out_decoded"] = evaluate(run.corpus, run.config, run.model, chosen[: run.config.evaluate_prompts])
+        chosen = chosen[: run.config.evaluate_prompts]
+        line["held_out_decoded"] = evaluate(run.corpus, run.config, run.method.drafter(), chosen)
         score = line["held_out_decoded"]["acceptance_length"]
     measure: list[str | int] = ["analytic"]
     if evaluate is not None:

@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.artifacts import atomic_folder
-from dspark.models.backbone import DraftModel
 from dspark.train.optim import optimizer_tensors, restore_optimizer
 
 
 def save_state(
     run: Path,
     train_step: int,
-    model: DraftModel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     facts: dict[str, Any],
     *,
@@ -41,7 +40,7 @@ def save_state(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(run: Path, model: DraftModel, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+def load_state(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Restore the newest state in place and return its facts; None when the run has none yet."""
     states = sorted(run.glob("state-*"))
     if not states:
