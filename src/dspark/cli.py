@@ -273,6 +273,7 @@ def train(
     prompts: Annotated[list[Path], typer.Option("--prompts", help="JSONL with their prompts; may be repeated.")],
     out: Annotated[Path, typer.Option(help="Run folder; an interrupted run found there goes on.")],
     model: Model = "smollm2",
+    drafter: Annotated[str, typer.Option(help="Method: `dspark`, `dflash`, `eagle3` or `mtp`.")] = "dspark",
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer updates; default: the config's.")] = None,
     fields: Annotated[
         list[str] | None,
@@ -283,7 +284,7 @@ def train(
     """Train a drafter on the target's own answers; ends with the folder of the best one."""
     from dspark import train_cli
 
-    given: dict[str, Any] = {"model": model, "out": str(out)}
+    given: dict[str, Any] = {"model": model, "drafter": drafter, "out": str(out)}
     given |= {"answers": tuple(map(str, answers)), "prompts": tuple(map(str, prompts))}
     given |= {} if steps is None else {"steps": steps}
     if not train_cli.run(train_cli.read_config(given, fields or []), threads=threads):
