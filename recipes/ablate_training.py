@@ -30,13 +30,13 @@ from dspark.decode import generate
 from dspark.evaluate.bench import prompts_of
 from dspark.evaluate.demo_prompts import PROMPTS
 from dspark.evaluate.figures import acceptance_length
-from dspark.models.backbone import DraftModel
-from dspark.models.drafter import NoDrafter
-from dspark.models.dspark import DsparkDrafter
-from dspark.train.config import TrainConfig
+from dspark.models.draft_recipes import default_taps
+from dspark.models.drafter import Drafter, NoDrafter
+from dspark.models.target import FINAL
+from dspark.train.config import TrainConfig, drafter_defaults
 from dspark.train.loop import held_out_numbers, step_parts, train_step
 from dspark.train.optim import learning_rate
-from dspark.train.run import Corpus, default_taps, load_corpus, start
+from dspark.train.run import Corpus, load_corpus, start
 
 VARIANTS: dict[str, dict] = {
     "base": {"state_steps": -1},  # a third of the time on states, then blocks
@@ -61,6 +61,22 @@ VARIANTS: dict[str, dict] = {
     "taps-5": {"num_taps": 5},
     "block-4": {"block_size": 4},
     "block-10": {"block_size": 10},
+    "gated": {"markov_head": "gated"},
+    "rnn": {"markov_head": "rnn"},
+    "dflash": {"drafter": "dflash"},
+    "dflash-l1": {"drafter": "dflash", "alpha_ce": 0.1, "alpha_l1": 0.9, "soft_until": 0.5},  # DSpark's losses
+    "eagle3": {"drafter": "eagle3"},
+    "mtp": {"drafter": "mtp"},
+    **{
+        f"{name}-15": {**fields, "block_size": 15}
+        for name, fields in {
+            "dspark": {},
+            "gated": {"markov_head": "gated"},
+            "rnn": {"markov_head": "rnn"},
+            "dflash": {"drafter": "dflash"},
+            "eagle3": {"drafter": "eagle3"},
+        }.items()
+    },
 }
 
 
@@ -87,33 +103,36 @@ def main() -> None:
     pool = [corpus.training[int(i)] for i in order[: args.pool]]
     features: dict[tuple[int, ...], FeatureSource] = {}  # by taps
     bigrams: dict[int, dict[str, Tensor]] = {}  # by rank: fitted once, the same for all
-    trained: dict[str, DraftModel] = {}
+    trained: dict[str, Drafter] = {}
     for name in args.only.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            config = replace(base, **{"state_steps": -1, **VARIANTS[name]}, out=folder)
-            taps = config.taps or default_taps(corpus.target.info.num_layers, config.num_taps)
+            fields = {"state_steps": -1, **VARIANTS[name]}
+            fields = {**drafter_defaults(fields.get("drafter", "dspark")), **fields}
+            config = replace(base, **fields, out=folder)
+            taps = (FINAL,) if config.drafter == "mtp" else config.taps
+            taps = taps or default_taps(corpus.target.info.num_layers, config.num_taps)
             wanted = config.bigram_passes > 0 and config.markov_rank > 0
             known = bigrams.get(config.markov_rank)
             if wanted and known is not None:
                 config = replace(config, bigram_passes=0.0)
             run = start(config, corpus, features=features.get(taps))
             if wanted and known is not None:
-                run.model.markov_head.load_state_dict(known)
+                run.model.markov_head.load_state_dict(known, strict=False)  # a gate or recurrence keeps its start
             elif wanted:
-                bigrams[config.markov_rank] = {k: v.clone() for k, v in run.model.markov_head.state_dict().items()}
+                tables = run.model.markov_head.state_dict().items()
+                bigrams[config.markov_rank] = {k: v.clone() for k, v in tables if k.startswith("markov_w")}
             features[taps] = run.features
             for sample in pool:
                 run.features.get(sample)
             print(json.dumps({"variant": name, **one(run, pool, args.seconds)}), flush=True)
-            trained[name] = run.model
+            trained[name] = run.method.drafter()
     if args.decode:
         for line in decoded(corpus, trained, args.decode):
             print(json.dumps(line), flush=True)
 
 
-def decoded(corpus: Corpus, models: dict[str, DraftModel], limit: int) -> list[dict]:
+def decoded(corpus: Corpus, drafters: dict[str, Drafter], limit: int) -> list[dict]:
     """Every variant's speed on the built-in prompts; all variants and no drafts answer a prompt before the next one."""
-    drafters = {name: DsparkDrafter(model, corpus.target, name=name) for name, model in models.items()}
     prompts = prompts_of(PROMPTS, limit=limit)
     answers: dict[str, list] = {name: [] for name in ("undrafted", *drafters)}
     for i, prompt in enumerate([prompts[0], *prompts]):  # the first one twice: a warm-up
