@@ -37,7 +37,7 @@ class SampleFeatures:
     """What the target says about one sample. Row i of ``top_*`` belongs to position ``start`` + i and predicts the
     next token."""
 
-    features: Float[Tensor, "tokens features"]
+    features: Float[Tensor, "tokens features"]  # of every position before the last anchor, at least
     start: int
     top_ids: Int[Tensor, "positions top"]  # draft ids, int32
     top_probs: Float[Tensor, "positions top"]
@@ -51,6 +51,42 @@ class SampleFeatures:
         """The distributions at ``positions`` (each at least ``start``), flattened."""
         rows = (positions - self.start).flatten().to(self.top_ids.device)
         return SparseTarget(self.top_ids[rows].long(), self.top_probs[rows].float())
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """The states of one sample, as the target's pass leaves them."""
+
+    features: Float[Tensor, "tokens features"]  # tapped layers in id order
+    final: Float[Tensor, "tokens hidden"]  # after the final norm
+
+
+@torch.no_grad()
+def target_states(target: Target, sample: Sample, taps: tuple[int, ...]) -> TargetStates:
+    """One pass of the target over a sample. ``taps`` must not be empty."""
+    memory = target.new_memory(rows=1, max_len=sample.token_ids.shape[0])
+    output = target.forward(sample.token_ids.to(target.info.device), memory, taps=taps, want_logits=False)
+    assert output.features is not None
+    return TargetStates(output.features, output.final)
+
+
+@torch.no_grad()
+def summarise(
+    target: Target, sample: Sample, states: TargetStates, draft_ids: Int[Tensor, "draft_vocab"], *, top: int
+) -> SampleFeatures:
+    """What training keeps of a pass: all tapped states, and of the positions from the first supervised one on the
+    ``top`` largest probabilities within ``draft_ids`` and the final state."""
+    tokens = sample.token_ids.shape[0]
+    start = int(sample.loss_mask.nonzero()[0]) if bool(sample.loss_mask.any()) else 0
+    ids, probs = [], []
+    for part in states.final[start : tokens - 1].split(128):
+        logits = target.logits(part)
+        norm = torch.logsumexp(logits.float(), -1, keepdim=True)
+        values, picked = logits.index_select(1, draft_ids).topk(top, -1)
+        ids.append(picked.int())
+        probs.append((values.float() - norm).exp().to(states.final.dtype))
+    final = states.final[start : tokens - 1].clone()
+    return SampleFeatures(states.features.clone(), start, torch.cat(ids), torch.cat(probs), final)
 
 
 class FeatureSource:
@@ -77,7 +113,6 @@ class FeatureSource:
             self._kept.move_to_end(sample.id)
             return found
         made = self._compute(sample)
-        self.computed += 1
         self._kept[sample.id] = made
         self.used_bytes += made.nbytes
         while self.used_bytes > self.memory_bytes and len(self._kept) > 1:
@@ -85,22 +120,7 @@ class FeatureSource:
             self.used_bytes -= dropped.nbytes
         return made
 
-    @torch.no_grad()
     def _compute(self, sample: Sample) -> SampleFeatures:
-        tokens = sample.token_ids.shape[0]
-        memory = self.target.new_memory(rows=1, max_len=tokens)
-        output = self.target.forward(
-            sample.token_ids.to(self.target.info.device), memory, taps=self.taps, want_logits=False
-        )
-        assert output.features is not None
-        start = int(sample.loss_mask.nonzero()[0]) if bool(sample.loss_mask.any()) else 0
-        ids, probs = [], []
-        for part in output.final[start : tokens - 1].split(128):
-            logits = self.target.logits(part)
-            norm = torch.logsumexp(logits.float(), -1, keepdim=True)
-            values, picked = logits.index_select(1, self.draft_ids).topk(self.top, -1)
-            ids.append(picked.int())
-            probs.append((values.float() - norm).exp().to(output.final.dtype))
-        features = output.features.clone()
-        states = output.final[start : tokens - 1].clone()
-        return SampleFeatures(features, start, torch.cat(ids), torch.cat(probs), states)
+        self.computed += 1
+        states = target_states(self.target, sample, self.taps)
+        return summarise(self.target, sample, states, self.draft_ids, top=self.top)
