@@ -12,9 +12,10 @@ from dspark.core import Proposal, SamplingParams
 from dspark.decode import generate
 from dspark.errors import CheckpointError, ConfigError
 from dspark.maths.sampling import target_probs
+from dspark.maths.shaping import Shaper
 from dspark.models.chain import ChainBatch, ChainModel
 from dspark.models.chain_drafter import ChainContext, ChainDrafter
-from dspark.models.drafter import Drafter, NoDrafter
+from dspark.models.drafter import Drafter, MirrorsShaping, NoDrafter
 from dspark.models.eagle3 import Eagle3Drafter, Eagle3Model
 from dspark.models.mtp import MTPDrafter, MTPModel
 
@@ -191,6 +192,30 @@ def test_a_drafter_that_knows_the_target_is_always_accepted() -> None:
     found.eh_proj.weight.data[:, :HIDDEN] = table.states[:6].T @ basis  # the embedding's half comes first
     answer = generate(table, drafter(found, table), [1, 2], sampling=GREEDY, max_new_tokens=41)
     assert answer.acceptance_length == GAMMA + 1
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 17])
+def test_the_requests_rules_are_mirrored_row_by_row(draft_vocab: int | None) -> None:
+    found, table = made("mtp", draft_vocab_size=draft_vocab), target()
+    one, ids = drafter(found, table), found.draft_token_ids()
+    assert isinstance(one, MirrorsShaping)
+    banned, stop = int(ids[3]), int(ids[5])
+    rules = SamplingParams(
+        temperature=0.9, banned_token_ids=(banned,), min_tokens=2, logit_bias=((int(ids[7]), 1.5), (stop, 9.0))
+    )
+    shaper = Shaper(rules, [1, 2], stop_token_ids=[stop])
+    state = fed(one, 12, [12])
+    one.mirror(state, shaper)
+    drawn = propose(one, state, rules)
+    logits = trained_logits(found, table, 12, drawn.draft_tokens)
+    for k in range(GAMMA):
+        row = logits[k].clone()
+        row[7] += 1.5
+        row[5] = row[5] + 9.0 if k >= 2 else -torch.inf  # the first two drafts are held back from stopping
+        row[3] = -torch.inf
+        expected = torch.zeros(VOCAB)
+        expected[ids] = target_probs(row[None], SAMPLED)[0]
+        torch.testing.assert_close(drawn.distribution.dense(k, VOCAB), expected, rtol=2e-4, atol=2e-5)
 
 
 def test_another_targets_drafter_and_bad_candidates_are_refused() -> None:

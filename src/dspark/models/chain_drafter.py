@@ -26,6 +26,7 @@ from torch import Tensor
 from dspark.core import DraftDistribution, Proposal, SamplingParams
 from dspark.errors import ConfigError
 from dspark.maths.sampling import draw, target_probs
+from dspark.maths.shaping import Shaper
 from dspark.models.backbone import rope_table
 from dspark.models.chain import ChainModel
 from dspark.models.drafter import EMPTY
@@ -41,6 +42,7 @@ class ChainContext:
     values: Tensor
     last: Tensor | None = None  # [1, hidden]: the first state of the newest committed token
     length: int = 0  # committed tokens
+    shaper: Shaper | None = None  # the request's rules, where it has any
 
 
 class ChainDrafter(ABC):
@@ -75,6 +77,10 @@ class ChainDrafter(ABC):
         self._norm = self.place(model.norm.weight)
         ids, own = model.draft_token_ids().to(self.device), model.own_head()
         self._token_ids = None if model.d2t is None else ids
+        self._columns: Tensor | None = None  # of the target's tokens in the drafter's logits
+        if self._token_ids is not None:
+            self._columns = torch.full((config.vocab_size,), -1, dtype=torch.long, device=self.device)
+            self._columns[ids] = torch.arange(ids.shape[0], device=self.device)
         self._head = self.pack(target.head_weight().index_select(0, ids) if own is None else own.weight)
         positions = torch.arange(config.max_position_embeddings, device=self.device)
         self._cos, self._sin = rope_table(positions, config.head_dim, config.rope_theta).to(self.dtype)
@@ -107,6 +113,10 @@ class ChainDrafter(ABC):
         shape = (self._shape.num_key_value_heads, rows, self._shape.head_dim)
         keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         return ChainContext(keys, torch.zeros_like(keys))
+
+    def mirror(self, state: ChainContext, shaper: Shaper) -> None:
+        """Draft under the request's penalties, biases and bans too, as far as the committed text decides them."""
+        state.shaper = shaper
 
     def extend(
         self, state: ChainContext, token_ids: Int[Tensor, "new"], features: Float[Tensor, "new features"] | None
@@ -149,6 +159,8 @@ class ChainDrafter(ABC):
             states, prev = state.last, anchor
             for j in range(size):
                 states, logits = self._step(state, prev, states, first + j)
+                if state.shaper is not None:  # min_tokens counts rows, so the row must be the j-th
+                    logits = state.shaper.mirrored(logits.expand(j + 1, -1), self._columns)[j]
                 support = self._token_ids
                 if 0 < self.candidates < logits.shape[0]:
                     logits, picked = logits.topk(self.candidates)
