@@ -4,7 +4,7 @@
 |-------------|-----------------------|------------------------------------------------------------------------------|
 | float32     | 4 d                   | nothing                                                                      |
 | bfloat16    | 2 d                   | nothing of a bfloat16 target; 2**-9 of each value of a wider one             |
-| float8_e4m3 | d + 4                 | 2**-4 of each value, and values 2**-18 below the row's largest               |
+| float8_e4m3 | d + 4                 | 2**-4 of each value, and values about 2**-17 below the row's largest         |
 | int8        | d + 4                 | 1/254 of the row's largest value, of every value: outlier channels cost dear |
 
 A row is one position's state of one layer: layers differ in magnitude by orders, so they do not share a scale.
@@ -81,14 +81,12 @@ def _scales(largest: Float[Tensor, "rows"], encoding: Encoding) -> Float[Tensor,
     """What a code of 1 stands for. Float codes get a power of two, so that code times scale is exact in bfloat16."""
     scales = largest / encoding.limit
     if encoding.dtype.is_floating_point:
-        mantissa, exponent = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(scales), exponent)  # at least the quotient, less than twice it
+        # at least the quotient, and at most twice it
+        scales = torch.ldexp(torch.ones_like(scales), torch.frexp(scales).exponent)
     return torch.where(largest > 0, scales.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
 
 
-def relative_errors(
-    stored: Float[Tensor, "rows width"], exact: Float[Tensor, "rows width"]
-) -> Float[Tensor, "rows"]:
+def relative_errors(stored: Float[Tensor, "rows width"], exact: Float[Tensor, "rows width"]) -> Float[Tensor, "rows"]:
     """Per row, the length of the difference over the length of the exact row (0 where both are zero)."""
     exact = exact.float()
     difference = (stored.float() - exact).norm(dim=1)
