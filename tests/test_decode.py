@@ -250,7 +250,7 @@ def test_sampled_output_has_the_shaped_distribution_under_the_joint_rule(name: s
     """Every row of a block with its own history, over two rounds, cut by the confidences."""
     target = TableTarget(order=2, seed=3)
     joint = replace(PENALISED, rule="block")
-    assert p_value(target, DRAFTERS[name](target), ThresholdScheduler(threshold=0.3), sampling=joint, draws=800) > 1e-3
+    assert p_value(target, DRAFTERS[name](target), ThresholdScheduler(threshold=0.3), sampling=joint, draws=500) > 1e-3
 
 
 RULES = {

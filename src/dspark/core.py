@@ -37,7 +37,7 @@ RULES = ("token", "block")  # of verification: dspark.maths.rejection and dspark
 class SamplingParams:
     """How a request's tokens are drawn from the target's logits.
 
-    The fields down to ``min_tokens`` shape the logits of a position by the text before it, in the order given here
+    The fields down to ``presence_penalty`` shape the logits of a position by the text before it, in the order given here
     (:mod:`dspark.maths.shaping`); they apply to greedy decoding too. Then come the temperature, 0 being greedy, and the
     filters, which do nothing to a greedy request. ``rule`` decides which drafts stand; either leaves the output's
     distribution as it is, and a greedy output token for token.
@@ -46,9 +46,7 @@ class SamplingParams:
     banned_token_ids: tuple[int, ...] = ()  # never drawn
     min_tokens: int = 0  # no stop token before the output has so many tokens; >= 0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, finite number added to its logit); an id at most once
-    repetition_penalty: float = (
-        1.0  # > 0; positive logits of tokens in prompt or output are divided by it, others times
-    )
+    repetition_penalty: float = 1.0  # > 0; divides positive logits of tokens in prompt or output, multiplies others
     frequency_penalty: float = 0.0  # finite; subtracted once per occurrence in the output
     presence_penalty: float = 0.0  # finite; subtracted if the token occurs in the output
     temperature: float = 0.0  # >= 0; 0 takes the argmax
