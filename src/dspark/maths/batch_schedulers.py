@@ -1,0 +1,141 @@
+"""The schedulers of a batch: a rule of :mod:`dspark.maths.global_scheduling` with its settings, and with its memory.
+
+They stand beside :class:`dspark.maths.scheduling.Scheduler`, which chooses for one request; for one request these
+choose the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from dspark.errors import ScheduleError
+from dspark.maths import global_scheduling as rules
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepDrafts:
+    """What a step's requests proposed. A request that sat the round out has ``proposed`` 0 and a row of zeros."""
+
+    request_ids: Int[np.ndarray, "requests"]  # each once; a request keeps its number for life
+    proposed: Int[np.ndarray, "requests"]  # drafts of each request, 0..block
+    confidence: Float[np.ndarray, "requests block"]  # c_k, calibrated; 0 behind a request's last draft
+
+
+@runtime_checkable
+class BatchScheduler(Protocol):
+    """Chooses the verify lengths of a step. ``needs_confidence`` as in the protocol for one request."""
+
+    needs_confidence: ClassVar[bool]
+
+    def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
+        """``verify_len`` of each request, 0 to what it proposed."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedBatch:
+    """The first ``length`` drafts of each request; None takes all."""
+
+    needs_confidence: ClassVar[bool] = False
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.length is not None and self.length < 0:
+            raise ScheduleError(f"length is {self.length}; it must be 0 or more, or None for the whole block")
+
+    def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
+        return rules.fixed_lens(drafts.proposed, self.length)
+
+
+@dataclass(frozen=True)
+class ThresholdBatch:
+    """Each request's drafts before its first with a confidence under ``threshold``, in [0, 1]."""
+
+    needs_confidence: ClassVar[bool] = True
+    threshold: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold <= 1.0:
+            raise ScheduleError(f"threshold is {self.threshold}; it must be in [0, 1]")
+
+    def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
+        return rules.threshold_lens(drafts.confidence, drafts.proposed, self.threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class GreedyBatch:
+    """Algorithm 1 against ``sps`` [max_tokens + 1], steps per second when a step carries B tokens."""
+
+    needs_confidence: ClassVar[bool] = True
+    sps: Float[np.ndarray, "max_tokens_plus_1"]
+
+    def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
+        return rules.greedy_lens_of_products(rules.survivals(drafts.confidence), self.sps)
+
+
+@dataclass(frozen=True, eq=False)
+class _Past:
+    """A step as the lagged scheduler remembers it."""
+
+    request_ids: Int[np.ndarray, "requests"]
+    survival: Float[np.ndarray, "requests block"]
+    ordered: Float[np.ndarray, "candidates"]
+
+
+class LaggedBatch:
+    """A step's size from the survivals of two steps ago, filled with the drafts likeliest today.
+
+    :meth:`capacity` may be asked before the step's drafts exist, and before the step before it has ended. A request
+    that was not there two steps ago counts with the survivals of confidence ``guess`` at every position. The size is
+    what pays by the old survivals; where today's are worse, a step can be slower than plain decoding would have been:
+    shrinking it in hindsight would make a draft's admission depend on what follows it.
+    """
+
+    needs_confidence: ClassVar[bool] = True
+    LAG = 2  # steps
+
+    def __init__(self, sps: Float[np.ndarray, "max_tokens_plus_1"], *, block_size: int, guess: float = 0.7) -> None:
+        """``guess`` in [0, 1], for a block of ``block_size`` drafts."""
+        if not 0.0 <= guess <= 1.0:
+            raise ScheduleError(f"guess is {guess}; it must be a confidence in [0, 1]")
+        if block_size < 0:
+            raise ScheduleError(f"block_size is {block_size}; it must be 0 or more")
+        self.sps = sps
+        self._guess = np.full(block_size, guess).cumprod()
+        self._past: deque[_Past] = deque(maxlen=self.LAG)
+
+    def capacity(self, request_ids: Int[np.ndarray, "requests"]) -> int:
+        """Drafts that the next step will carry, all requests together, if it has these requests."""
+        requests, past = len(request_ids), self._past[0] if len(self._past) == self.LAG else None
+        if past is not None and np.array_equal(past.request_ids, request_ids):
+            return rules.best_capacity(past.ordered, self.sps, requests)
+        return rules.choose_capacity(self._known(past, request_ids), self.sps, requests)
+
+    def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
+        if drafts.confidence.shape[1] != len(self._guess):
+            raise ScheduleError(
+                f"confidence has {drafts.confidence.shape[1]} positions; this scheduler was made for block_size "
+                f"{len(self._guess)}"
+            )
+        capacity = self.capacity(drafts.request_ids)
+        survival = rules.survivals(drafts.confidence)
+        ordered = rules.descending(survival)
+        self._past.append(_Past(drafts.request_ids, survival, ordered))
+        return rules.admit_ordered(survival, ordered, capacity)
+
+    def _known(
+        self, past: _Past | None, request_ids: Int[np.ndarray, "requests"]
+    ) -> Float[np.ndarray, "requests block"]:
+        """A row per request: its survivals of two steps ago, or the guess."""
+        rows = np.tile(self._guess, (len(request_ids), 1))
+        if past is not None and len(past.request_ids):
+            order = np.argsort(past.request_ids)
+            places = np.searchsorted(past.request_ids, request_ids, sorter=order).clip(max=len(order) - 1)
+            there = past.request_ids[order[places]] == request_ids
+            rows[there] = past.survival[order[places[there]]]
+        return rows
