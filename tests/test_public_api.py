@@ -31,7 +31,8 @@ BELOW |= {"export": STAGE, "formats_cli": STAGE | {"export"}}
 BELOW |= {"bundle": STAGE | {"evaluate"}}
 BELOW |= {"console": STAGE | {"evaluate", "bundle"}, "train_cli": STAGE | {"evaluate", "bundle", "train", "data"}}
 BELOW |= {"assignments": {"core", "errors"}}
-BELOW |= {"answers_cli": STAGE | {"data"}}
+BELOW |= {"answers_cli": STAGE | {"data"}, "audit_cli": STAGE | {"evaluate", "bundle"}}
+BELOW |= {"cache_cli": STAGE | {"data", "train", "train_cli", "cache_runs"}, "cache_runs": STAGE | {"data", "train"}}
 BELOW |= {"cli": {*BELOW}, "__main__": {"cli"}}
 ABOVE = {"models/registry.py": {"export"}}  # the door to drafters of any format stands above the formats
 

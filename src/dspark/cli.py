@@ -17,8 +17,10 @@ import typer
 from typer.core import TyperGroup
 
 import dspark
+from dspark import cache_cli
 from dspark.errors import ConfigError, DataError, DsparkError
 
+EXIT_FAILED = 1  # an audit that did not pass
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -67,6 +69,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(cache_cli.app, name="cache")
 
 MODEL, SAMPLING, DRAFTING = "Model", "Sampling", "Drafting"  # headings of --help
 
@@ -362,6 +366,68 @@ def bench(
         _print_json(console.bench_data(bundle, report, settings))
     else:
         console.print_report(report, peer=peer)
+
+
+@app.command()
+def audit(
+    model: Model = "smollm2",
+    drafter: DrafterSpec = "default",
+    minutes: Annotated[float | None, typer.Option(help="Most that it may take; default: 20, or 4 if quick.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer ways of running the pair, a coarser test.")] = False,
+    parts: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="greedy, low, sampled or depth; may be repeated; default: all but depth."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there as well.")] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", help="JSONL with `turns` or `prompt`, may be repeated; default: built-in prompts."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per domain; default: all.")] = None,
+    max_new_tokens: MaxNewTokens = 64,
+    depths: Annotated[
+        str, typer.Option(help="Context lengths of the parts sampled and depth, as 100,1000; default: their own.")
+    ] = "",
+    shift: Annotated[
+        float | None, typer.Option(help="Total variation to be seen; default: 0.03, or 0.1 if quick.")
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="Chance of a false alarm, all sampled tests together.")] = 1e-3,
+    power: Annotated[float, typer.Option(help="Chance that the shift is seen.")] = 0.9,
+    temperature: Annotated[float, typer.Option(help="Of the sampled part.", rich_help_panel=SAMPLING)] = 1.0,
+    top_k: TopK = 6,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    dtype: Annotated[str, typer.Option(help="Of all parts but low.", rich_help_panel=MODEL)] = "float32",
+    low_dtype: Annotated[str, typer.Option(help="Of the part low.", rich_help_panel=MODEL)] = "bfloat16",
+    device: Device = "auto",
+    implementation: Implementation = "auto",
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Show that drafts leave your pair's output as it is; exit code 1 if they do not, or if nobody could tell."""
+    from dspark import audit_cli
+    from dspark.core import SamplingParams
+
+    options = audit_cli.AuditOptions(
+        model=model,
+        drafter=drafter,
+        parts=tuple(parts or audit_cli.DEFAULT_PARTS),
+        minutes=minutes if minutes is not None else 4.0 if quick else 20.0,
+        quick=quick,
+        prompts=tuple(prompts or ()),
+        limit=limit,
+        max_new_tokens=max_new_tokens,
+        depths=audit_cli.read_depths(depths),
+        low_dtype=low_dtype,
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+        statistics=audit_cli.SampledConfig(
+            alpha=alpha, power=power, shift=shift if shift is not None else 0.1 if quick else 0.03, seed=seed
+        ),
+    )
+    place = _place(dtype, device, implementation, threads, trust_remote_code)
+    if not audit_cli.run(options, place, json_file=json_file):
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

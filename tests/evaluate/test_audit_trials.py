@@ -12,11 +12,12 @@ from fakes import TableDrafter, TableTarget, target_chain
 
 import dspark.decode as loop
 from dspark.core import SamplingParams
-from dspark.evaluate import audit_trials
+from dspark.evaluate import audit_fork
 from dspark.evaluate.audit_flaws import FLAWS, broken
+from dspark.evaluate.audit_fork import Fork, TrialSetting
 from dspark.evaluate.audit_law import exact_law
 from dspark.evaluate.audit_stats import goodness_of_fit
-from dspark.evaluate.audit_trials import Fork, Trials, TrialSetting, plain_trial
+from dspark.evaluate.audit_trials import Trials, plain_trial
 from dspark.maths.rejection import verify
 from dspark.maths.sampling import RequestStreams
 from dspark.maths.scheduling import FixedScheduler, ThresholdScheduler
@@ -83,7 +84,7 @@ def test_few_passes_serve_many_trials() -> None:
 def test_what_is_forgotten_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = TableTarget(order=3), table()
     expected = Trials(target, drafter, setting()).run(range(20))
-    monkeypatch.setattr(audit_trials, "MEMORY_BYTES", 1)
+    monkeypatch.setattr(audit_fork, "MEMORY_BYTES", 1)
     trials = Trials(target, drafter, setting())
     assert trials.wave == 2 and trials.fork.rows == 1
     assert trials.run(range(20)) == expected and len(trials.fork.known) <= trials.fork.capacity

@@ -16,6 +16,7 @@ from torch import Tensor
 import dspark.decode as loop
 from dspark.core import DraftDistribution
 from dspark.maths.rejection import Verdict
+from dspark.maths.rejection import verify as honest_verify
 from dspark.maths.sampling import RequestStreams, draw
 
 
@@ -66,7 +67,7 @@ FLAWS = (
         name="no residual",
         says="a rejected draft is replaced from the target's distribution instead of the residual",
         needs_distribution=False,
-        replaces={"verify": without_residual(loop.verify)},
+        replaces={"verify": without_residual(honest_verify)},
     ),
 )
 

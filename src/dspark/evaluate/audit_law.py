@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.evaluate.audit_trials import Fork, Tail, TrialSetting
+from dspark.evaluate.audit_fork import Fork, Tail, TrialSetting
 from dspark.maths.sampling import target_probs
 from dspark.maths.shaping import shaped_logits
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +26,8 @@ MIN_EXPECTED = 10.0  # trials that a cell must expect; rarer cells share one
 SIMULATE_BELOW = 1e-2  # p-values under this are not left to the chi-square approximation ...
 HOPELESS = 1e-9  # ... unless they are so small that no approximation error matters
 SIMULATION_CHUNK = 20_000
+
+Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +43,8 @@ class Fit:
 
 
 def goodness_of_fit(
-    counts: Mapping[Hashable, int],
-    chances: Mapping[Hashable, float],
+    counts: Mapping[Outcome, int],
+    chances: Mapping[Outcome, float],
     *,
     impossible: int = 0,
     simulations: int = 0,
@@ -73,9 +77,7 @@ def goodness_of_fit(
     )
 
 
-def pool(
-    counts: Mapping[Hashable, int], chances: Mapping[Hashable, float], trials: int
-) -> tuple[np.ndarray, np.ndarray]:
+def pool(counts: Mapping[Outcome, int], chances: Mapping[Outcome, float], trials: int) -> tuple[np.ndarray, np.ndarray]:
     """Observed and expected trials of every cell. Rare outcomes share the last one, which takes in the rarest of the
     others if it would be too small itself."""
     kept = sorted((c for c, p in chances.items() if p * trials >= MIN_EXPECTED), key=lambda c: -chances[c])
@@ -88,7 +90,7 @@ def pool(
     return np.array(observed), np.array(expected)
 
 
-def count_cells(chances: Mapping[Hashable, float], trials: int) -> int:
+def count_cells(chances: Mapping[Outcome, float], trials: int) -> int:
     """Cells that :func:`pool` makes of ``trials`` trials."""
     return len(pool({}, chances, trials)[1])
 
@@ -116,6 +118,7 @@ def chi_square_tail(statistic: float, df: int) -> float:
     return float(torch.special.gammaincc(_f64(df / 2), _f64(statistic / 2)))
 
 
+@cache
 def critical_value(df: int, alpha: float) -> float:
     """The statistic that chance exceeds with probability ``alpha``."""
     return _root(lambda x: chi_square_tail(x, df) <= alpha, start=float(df))
@@ -138,6 +141,7 @@ def rejection_chance(df: int, noncentrality: float, alpha: float) -> float:
     return float((log_weights.exp() * tails).sum())
 
 
+@cache
 def noncentrality_for(df: int, alpha: float, power: float) -> float:
     """The noncentrality that the test at level ``alpha`` sees with chance ``power``."""
     return _root(lambda x: rejection_chance(df, x, alpha) >= power, start=8.0)
@@ -151,7 +155,7 @@ def detectable_shift(cells: int, trials: int, *, alpha: float, power: float) -> 
     return min(1.0, math.sqrt(noncentrality_for(cells - 1, alpha, power) / (4 * trials)))
 
 
-def trials_needed(chances: Mapping[Hashable, float], *, shift: float, alpha: float, power: float) -> int:
+def trials_needed(chances: Mapping[Outcome, float], *, shift: float, alpha: float, power: float) -> int:
     """Trials after which any ``shift`` in total variation over the cells is seen with chance ``power``.
 
     More trials leave fewer outcomes to pool, and more cells take more trials: the number is raised until it fits.
