@@ -37,7 +37,7 @@ RULES = ("token", "block")  # of verification: dspark.maths.rejection and dspark
 class SamplingParams:
     """How a request's tokens are drawn from the target's logits.
 
-    The fields down to ``presence_penalty`` shape the logits of a position by the text before it, in the order given here
+    The fields down to ``presence_penalty`` shape the logits of a position by the text before it, in this order
     (:mod:`dspark.maths.shaping`); they apply to greedy decoding too. Then come the temperature, 0 being greedy, and the
     filters, which do nothing to a greedy request. ``rule`` decides which drafts stand; either leaves the output's
     distribution as it is, and a greedy output token for token.
