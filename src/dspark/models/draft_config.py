@@ -19,8 +19,17 @@ from dspark.models.target import check_taps
 
 ARCHITECTURES = {"qwen3": "Qwen3DSparkModel", "gemma4": "Gemma4DSparkModel"}  # by layer style
 HEAD_TYPES = ("vanilla", "gated", "rnn")
-POSITIVE = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "block_size")
-POSITIVE += ("num_hidden_layers", "intermediate_size", "max_position_embeddings")
+POSITIVE = (  # fields that must be 1 or more
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "block_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "max_position_embeddings",
+)
 REQUIRED = frozenset(POSITIVE) - {"num_hidden_layers", "max_position_embeddings"} | {
     "num_target_layers",
     "mask_token_id",

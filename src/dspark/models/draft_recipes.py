@@ -167,13 +167,15 @@ def for_target(target_config: Any, *, mask_token_id: int, num_taps: int = 5, **c
     :class:`DraftConfig`. Targets of Gemma 4's shape get draft layers of its style, all others Qwen3's.
     """
     text = text_config(target_config)
+    gemma4 = text.model_type.startswith("gemma4")
+    heads = text.per_layer_config["full_attention"] if gemma4 else text  # Gemma 4 gives each kind of layer its own
     fields: dict[str, Any] = {
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
         "num_target_layers": text.num_hidden_layers,
         "num_attention_heads": text.num_attention_heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        "num_key_value_heads": getattr(heads, "num_key_value_heads", None) or text.num_attention_heads,
+        "head_dim": getattr(heads, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         "intermediate_size": text.intermediate_size,
         "rms_norm_eps": text.rms_norm_eps,
         "rope_theta": _full_rope(text).get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0,
@@ -182,8 +184,12 @@ def for_target(target_config: Any, *, mask_token_id: int, num_taps: int = 5, **c
         "mask_token_id": mask_token_id,
         "target_layer_ids": default_taps(text.num_hidden_layers, num_taps),
     }
-    if text.model_type.startswith("gemma4"):
-        fields |= _gemma4_fields(text)
+    if gemma4:
+        fields |= {
+            "layer_style": "gemma4",
+            "attention_k_eq_v": bool(text.attention_k_eq_v),
+            "partial_rotary_factor": _full_rope(text).get("partial_rotary_factor") or 1.0,
+        }
     return DraftConfig(**{**fields, **changes})
 
 
@@ -196,15 +202,3 @@ def _full_rope(text: Any) -> dict[str, Any]:
     """Rotary parameters of full-attention layers, which draft layers are."""
     rope = getattr(text, "rope_parameters", None) or {}
     return rope.get("full_attention") or rope
-
-
-def _gemma4_fields(text: Any) -> dict[str, Any]:
-    """Full-attention layers of Gemma 4 have a head size of their own, and turn only a part of it."""
-    layer = text.per_layer_config["full_attention"]
-    return {
-        "layer_style": "gemma4",
-        "attention_k_eq_v": bool(text.attention_k_eq_v),
-        "head_dim": layer.head_dim,
-        "num_key_value_heads": layer.num_key_value_heads,
-        "partial_rotary_factor": _full_rope(text).get("partial_rotary_factor") or 1.0,
-    }

@@ -10,7 +10,6 @@ gives the Markov head the bigram statistics of the answers.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor, nn
 
@@ -41,16 +40,14 @@ def from_target(model: DraftModel, tensors: dict[str, Tensor]) -> None:
         raise ModelError(
             f"the target has {config.num_target_layers} layers; {config.num_hidden_layers} cannot be copied"
         )
-    own = dict(model.named_parameters())
-    names: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-    names += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
-    for i in range(config.num_hidden_layers):
-        for name in names:
-            _copy(own[f"layers.{i}.{name}.weight"], tensors, f"model.layers.{first + i}.{name}.weight")
-        for name in ("q_norm", "k_norm"):
-            source = f"model.layers.{first + i}.self_attn.{name}.weight"
-            if source in tensors:
-                _copy(own[f"layers.{i}.self_attn.{name}.weight"], tensors, source)
+    own = model.state_dict()
+    for name, tensor in own.items():
+        if not name.startswith("layers."):
+            continue
+        _, i, part = name.split(".", 2)
+        source = f"model.layers.{first + int(i)}.{part}"
+        if source in tensors or not part.endswith(("q_norm.weight", "k_norm.weight")):
+            _copy(tensor, tensors, source)
     _copy(own["norm.weight"], tensors, "model.norm.weight")
     _copy(own["hidden_norm.weight"], tensors, f"model.layers.{first}.input_layernorm.weight")
     fc = model.fc.weight.data.mul_(0.1)
@@ -76,11 +73,12 @@ def fit_bigram(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> float:
-    """Fit the Markov head alone to the answers' bigrams, in place; returns the mean cross-entropy of the last tenth,
-    in nats.
+    """Fit the sequential head alone to the answers' bigrams, in place; returns the last tenth's mean cross-entropy in
+    nats.
 
-    The base logits are frozen at the log-frequencies of single tokens, so the head learns only what the previous
-    token adds. Pairs whose next token lies outside the draft vocabulary carry -1 and teach nothing.
+    The base logits are frozen at the log-frequencies of single tokens and the backbone's states at zero, so the head
+    learns only what the previous token adds; heads that read states or more tokens learn that later. Pairs whose next
+    token lies outside the draft vocabulary carry -1 and teach nothing.
     """
     head = model.markov_head
     if head is None or prev_ids.shape[0] == 0:
@@ -92,6 +90,7 @@ def fit_bigram(
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
     device = head.markov_w1.weight.device
     one, base = torch.ones(rows, 1, dtype=dtype, device=device), base.to(device)
+    nothing = torch.zeros(rows, 1, model.config.hidden_size, dtype=dtype, device=device)  # states that say nothing
     void = SparseTarget(torch.zeros(rows, 1, dtype=torch.long, device=device), torch.zeros(rows, 1, device=device))
     tail: list[float] = []
     for step in range(steps):
@@ -99,9 +98,9 @@ def fit_bigram(
         labels = next_draft_ids[picked].to(device)
         weights = (labels >= 0).float()
         weights /= weights.sum().clamp(min=1)
-        prev = F.embedding(prev_ids[picked].to(device), head.markov_w1.weight).to(dtype)
+        latents = head.latents(nothing, prev_ids[picked][:, None].to(device))[:, 0]
         total, _ = chunked_losses(
-            one, prev, head.markov_w2.weight, base, void, labels, weights, alphas=LossAlphas(1.0, 0.0, 0.0)
+            one, latents, head.markov_w2.weight, base, void, labels, weights, alphas=LossAlphas(1.0, 0.0, 0.0)
         )
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * (1 - step / steps)
