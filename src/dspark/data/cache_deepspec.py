@@ -54,7 +54,7 @@ class DeepSpecForm:
         layers = [layer for layer in self.layer_ids if layer != FINAL]
         if not layers or layers != sorted(set(layers)):
             raise ConfigError(
-                f"taps are {list(self.layer_ids)}; DeepSpec's cache needs at least one decoder layer, ascending (its "
+                f"taps are {named_taps(self.layer_ids)}; DeepSpec's cache needs at least one decoder layer, ascending (its "
                 "final states come along anyway): set taps, or take the form small"
             )
         object.__setattr__(self, "layer_ids", tuple(layers))
@@ -127,13 +127,16 @@ class DeepSpecForm:
         }
 
 
+def named_taps(taps: Sequence[int]) -> str:
+    """Taps as a user reads them."""
+    return ", ".join("final" if tap == FINAL else str(tap) for tap in taps) or "none"
+
+
 def check_taps(wanted: tuple[int, ...], stored: tuple[int, ...]) -> None:
     """Raise :class:`DataError` naming the taps that a cache lacks."""
     if missing := [tap for tap in wanted if tap not in stored]:
-        held = [tap for tap in stored if tap != FINAL]
-        named = ["the final state" if tap == FINAL else tap for tap in missing]
         raise DataError(
-            f"the cache lacks target layers {named}; it holds target_layer_ids {held}: set taps to some of these, or "
+            f"the cache lacks the target layers {named_taps(missing)}; it holds {named_taps(stored)}: set taps to some of these, or "
             "build a cache with the others"
         )
 
