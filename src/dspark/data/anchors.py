@@ -1,6 +1,6 @@
 """Anchors: the positions of an answer from which blocks are drafted in training.
 
-Position a opens a block iff both a and a + 1 are supervised (seed 10.2; semantics 2.4). Slot k of its block predicts
+Position a opens a block iff both a and a + 1 are supervised (DeepSpec `modeling/dspark/common.py`). Slot k of its block predicts
 the token at a + k + 1, and is supervised while every label up to it is inside the sequence and the loss mask.
 """
 

@@ -19,7 +19,7 @@ from dspark.models.backbone import DraftModel
 
 
 def fresh(model: nn.Module, *, seed: int, std: float = 0.02) -> None:
-    """The reference's initialisation (semantics 2.6), in place."""
+    """DeepSpec's initialisation, in place."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):

@@ -24,7 +24,7 @@ def learning_rate(
 ) -> float:
     """Rate of 0-based ``train_step``: linear warm-up over ``warmup`` of the steps, then the schedule down to 0.
 
-    "cosine" is the reference's (semantics 2.6). "trapezoid" stays at the peak and falls linearly over the last
+    "cosine" is DeepSpec's (`utils/optim.py`). "trapezoid" stays at the peak and falls linearly over the last
     ``decay`` of the steps: a run can be lengthened before its decay begins without having wasted anything.
     """
     if schedule not in SCHEDULES:
