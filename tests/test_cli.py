@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import dspark.bundle
 from dspark.cli import app
+from dspark.core import SamplingParams
 
 FAST = ("--dtype", "float32", "--device", "cpu")
 
@@ -67,10 +69,21 @@ def test_drafted_answers_are_the_undrafted_answer(model: str, drafter: str) -> N
         assert (drafted["token_ids"], drafted["text"]) == (plain["token_ids"], plain["text"])
 
 
+def test_fields_without_a_flag_of_their_own_are_set_by_name(model: str, drafter: str) -> None:
+    rules = ("--set", "repetition_penalty=1.3", "--set", "rule=block", "--set", "banned_token_ids=[5]")
+    plain = generated(model, "--drafter", "none", *rules)
+    drafted = generated(model, "--drafter", drafter, *rules)
+    assert plain["token_ids"] == drafted["token_ids"] and 5 not in plain["token_ids"]
+    assert drafted["sampling"]["rule"] == "block" and drafted["sampling"]["repetition_penalty"] == 1.3
+
+
 def test_json_says_what_the_run_was(model: str, drafter: str) -> None:
     data = generated(model, "--drafter", drafter, "--temperature", "0.9", "--seed", "7")
     assert data["model"] == model and data["drafter"] == "random" and data["dtype"] == "float32"
-    assert data["sampling"] == {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7}
+    assert data["sampling"] == asdict(SamplingParams(temperature=0.9, seed=7)) | {
+        "banned_token_ids": [],
+        "logit_bias": [],
+    }
     assert len(data["prefix_acceptance"]) == len(data["conditional_acceptance"]) == 4
     assert set(data["milliseconds"]["per_round"]) == {"draft", "sequential", "verify", "host", "round"}
     assert data["milliseconds"]["per_round"]["verify"] > 0 and data["milliseconds"]["prefill"] > 0
