@@ -36,6 +36,18 @@ def test_fields_are_read_by_the_type_of_their_defaults() -> None:
     assert config.schedule == "cosine" and config.curriculum == ((1.0, 3),)
 
 
+def test_a_method_brings_its_defaults_and_the_user_overrules_them() -> None:
+    assert read_config({}, []).drafter == "dspark"
+    dflash = read_config({"drafter": "dflash"}, ["alpha_l1=0.5"])
+    assert (dflash.markov_rank, dflash.confidence, dflash.alpha_ce, dflash.alpha_l1) == (0, False, 1.0, 0.5)
+    eagle3 = read_config({"drafter": "eagle3"}, ["num_taps=3"])
+    assert (eagle3.layers, eagle3.num_taps, eagle3.alpha_soft) == (1, 3, 1.0)
+    with pytest.raises(ConfigError, match="drafter is 'medusa'"):
+        read_config({"drafter": "medusa"}, [])
+    with pytest.raises(ConfigError, match="markov_rank is 8"):
+        read_config({"drafter": "mtp"}, ["markov_rank=8"])
+
+
 @pytest.mark.parametrize(
     "texts, words",
     [
@@ -140,6 +152,17 @@ def test_a_run_ends_with_a_drafter_that_decodes(model: Path, tmp_path: Path) -> 
     command = ["generate", "number 3", "--model", str(model), "--dtype", "float32", "--max-new-tokens", "8", "--json"]
     drafted, plain = (json.loads(invoke([*command, "--drafter", d]).stdout) for d in (str(best), "none"))
     assert drafted["token_ids"] == plain["token_ids"] and len(drafted["prefix_acceptance"]) > 0
+
+
+def test_another_method_is_a_word_on_the_command_line(model: Path, tmp_path: Path) -> None:
+    command = train_command(model, tmp_path, "--steps", "2", "--drafter", "eagle3")
+    command = [word.replace("markov_rank=4", "markov_rank=0") for word in command]
+    done = invoke(command)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert json.loads((tmp_path / "run" / "best" / "config.json").read_text())["ttt_length"] == 3
+    command = ["generate", "number 3", "--model", str(model), "--dtype", "float32", "--max-new-tokens", "8", "--json"]
+    drafted, plain = (json.loads(invoke([*command, "--drafter", d]).stdout) for d in (done.stdout.strip(), "none"))
+    assert drafted["token_ids"] == plain["token_ids"]
 
 
 def test_an_interrupted_run_is_saved_and_goes_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

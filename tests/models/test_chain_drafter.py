@@ -14,10 +14,10 @@ from dspark.errors import CheckpointError, ConfigError
 from dspark.maths.sampling import target_probs
 from dspark.maths.shaping import Shaper
 from dspark.models.chain import ChainBatch, ChainModel
-from dspark.models.chain_drafter import ChainContext, ChainDrafter
+from dspark.models.chain_drafter import ChainContext, ChainDrafter, Eagle3Drafter, MTPDrafter
 from dspark.models.drafter import Drafter, MirrorsShaping, NoDrafter
-from dspark.models.eagle3 import Eagle3Drafter, Eagle3Model
-from dspark.models.mtp import MTPDrafter, MTPModel
+from dspark.models.eagle3 import Eagle3Model
+from dspark.models.mtp import MTPModel
 
 VOCAB, HIDDEN, GAMMA, ANCHOR = SHAPE["vocab_size"], SHAPE["hidden_size"], 4, 7
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.9)
@@ -171,11 +171,10 @@ def test_greedy_output_with_drafts_is_the_targets_own(kind: str, draft_vocab: in
     table = target(max_len=64)
     one = drafter(made(kind, draft_vocab_size=draft_vocab), table, candidates=candidates)
     assert isinstance(one, Drafter) and not one.has_confidence
-    for seed in range(2):
-        start = torch.randint(VOCAB, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
-        plain, drafted = (generate(table, d, start, sampling=GREEDY, max_new_tokens=18) for d in (NoDrafter(), one))
-        assert drafted.token_ids == plain.token_ids
-        assert sum(len(r.draft_tokens) for r in drafted.rounds) > 0
+    start = torch.randint(VOCAB, (5,), generator=torch.Generator().manual_seed(0)).tolist()
+    plain, drafted = (generate(table, d, start, sampling=GREEDY, max_new_tokens=16) for d in (NoDrafter(), one))
+    assert drafted.token_ids == plain.token_ids
+    assert sum(len(r.draft_tokens) for r in drafted.rounds) > 0
 
 
 def test_a_drafter_that_knows_the_target_is_always_accepted() -> None:

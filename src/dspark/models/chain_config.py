@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from dspark.errors import CheckpointError, ConfigError
-from dspark.models.target import TargetInfo
 
 Config = TypeVar("Config", bound="ChainConfig")
 SIZES: tuple[str, ...] = (
@@ -68,19 +67,6 @@ class ChainConfig:
     def output_size(self) -> int:
         """Size of the vocabulary that the drafter's distribution covers."""
         return self.draft_vocab_size or self.vocab_size
-
-    def check_fits(self, target: TargetInfo) -> None:
-        """Raise :class:`CheckpointError` unless a drafter of this shape can serve ``target``."""
-        for name, own in (
-            ("hidden_size", target.hidden_size),
-            ("vocab_size", target.vocab_size),
-            ("num_target_layers", target.num_layers),
-        ):
-            if getattr(self, name) != own:
-                raise CheckpointError(
-                    f"the drafter's {name} is {getattr(self, name)}, that of {target.name} is {own}; "
-                    "it was trained for another target"
-                )
 
     def to_json(self) -> dict[str, Any]:
         """``config.json``: every field, and what readers of Qwen3-shaped configs expect beside them."""

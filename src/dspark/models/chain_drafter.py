@@ -29,8 +29,11 @@ from dspark.maths.sampling import draw, target_probs
 from dspark.maths.shaping import Shaper
 from dspark.models.backbone import rope_table
 from dspark.models.chain import ChainModel
+from dspark.models.checkpoint import AnyConfig, check_fits
 from dspark.models.drafter import EMPTY
+from dspark.models.eagle3 import Eagle3Layer, Eagle3Model
 from dspark.models.linear import Linear
+from dspark.models.mtp import MTPModel
 from dspark.models.target import Target
 
 
@@ -57,7 +60,8 @@ class ChainDrafter(ABC):
     def __init__(self, model: ChainModel, target: Target, *, candidates: int = 64, name: str) -> None:
         """Raises :class:`CheckpointError` if the drafter was trained for another target."""
         config = self._shape = model.config
-        config.check_fits(target.info)
+        assert isinstance(config, AnyConfig)
+        check_fits(config, target.info)
         if candidates < 0:
             raise ConfigError(f"candidates is {candidates}; it must be 0 (full vocabulary) or more")
         self.name, self.block_size, self.candidates = name, config.block_size, candidates
@@ -215,3 +219,41 @@ class ChainDrafter(ABC):
         state.keys[:, rows] = qk[:, heads:].transpose(0, 1)
         state.values[:, rows] = qkv[:, heads + kv_heads :].transpose(0, 1)
         return qk[:, :heads]
+
+
+class Eagle3Drafter(ChainDrafter):
+    """Eagle3 at batch size 1."""
+
+    def __init__(self, model: Eagle3Model, target: Target, *, candidates: int = 64, name: str = "eagle3") -> None:
+        super().__init__(model, target, candidates=candidates, name=name)
+        self.config, self.taps = model.config, model.config.target_layer_ids
+        layer = model.layer
+        assert isinstance(layer, Eagle3Layer)
+        self._fc, self._hidden_norm = self.pack(model.fc.weight), self.place(layer.hidden_norm.weight)
+
+    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
+        return self._fc(features)
+
+    def mix(
+        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
+    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
+        return torch.cat((self.rms(embeds, self._input_norm), self.rms(states, self._hidden_norm)), 1), states
+
+
+class MTPDrafter(ChainDrafter):
+    """MTP at batch size 1."""
+
+    def __init__(self, model: MTPModel, target: Target, *, candidates: int = 64, name: str = "mtp") -> None:
+        super().__init__(model, target, candidates=candidates, name=name)
+        self.config, self.taps = model.config, model.config.target_layer_ids
+        self._enorm, self._hnorm = self.place(model.enorm.weight), self.place(model.hnorm.weight)
+        self._eh_proj = self.pack(model.eh_proj.weight)
+
+    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
+        return features
+
+    def mix(
+        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
+    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
+        z = self._eh_proj(torch.cat((self.rms(embeds, self._enorm), self.rms(states, self._hnorm)), 1))
+        return self.rms(z, self._input_norm), z

@@ -25,8 +25,7 @@ from dspark.errors import ConfigError
 from dspark.models.backbone import RMSNorm
 from dspark.models.chain import ChainLayer, ChainModel, linear
 from dspark.models.chain_config import ChainConfig
-from dspark.models.chain_drafter import ChainDrafter
-from dspark.models.target import FINAL, Target, check_taps
+from dspark.models.target import FINAL, check_taps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,22 +113,3 @@ class Eagle3Model(ChainModel):
 
     def own_head(self) -> nn.Linear | None:
         return self.lm_head
-
-
-class Eagle3Drafter(ChainDrafter):
-    """Eagle3 at batch size 1."""
-
-    def __init__(self, model: Eagle3Model, target: Target, *, candidates: int = 64, name: str = "eagle3") -> None:
-        super().__init__(model, target, candidates=candidates, name=name)
-        self.config, self.taps = model.config, model.config.target_layer_ids
-        layer = model.layer
-        assert isinstance(layer, Eagle3Layer)
-        self._fc, self._hidden_norm = self.pack(model.fc.weight), self.place(layer.hidden_norm.weight)
-
-    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
-        return self._fc(features)
-
-    def mix(
-        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
-    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
-        return torch.cat((self.rms(embeds, self._input_norm), self.rms(states, self._hidden_norm)), 1), states

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from dspark.models.backbone import RMSNorm
 from dspark.models.chain import ChainLayer, ChainModel, linear
 from dspark.models.chain_config import ChainConfig
-from dspark.models.chain_drafter import ChainDrafter
-from dspark.models.target import FINAL, Target
+from dspark.models.target import FINAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +75,3 @@ class MTPModel(ChainModel):
         """input_layernorm(z), and z as the residual."""
         z = linear(torch.cat((self.enorm(embeds), self.hnorm(states)), 1), self.eh_proj)
         return self.layer.input_layernorm(z), z
-
-
-class MTPDrafter(ChainDrafter):
-    """MTP at batch size 1."""
-
-    def __init__(self, model: MTPModel, target: Target, *, candidates: int = 64, name: str = "mtp") -> None:
-        super().__init__(model, target, candidates=candidates, name=name)
-        self.config, self.taps = model.config, model.config.target_layer_ids
-        self._enorm, self._hnorm = self.place(model.enorm.weight), self.place(model.hnorm.weight)
-        self._eh_proj = self.pack(model.eh_proj.weight)
-
-    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
-        return features
-
-    def mix(
-        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
-    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
-        z = self._eh_proj(torch.cat((self.rms(embeds, self._enorm), self.rms(states, self._hnorm)), 1))
-        return self.rms(z, self._input_norm), z
