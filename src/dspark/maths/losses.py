@@ -1,4 +1,4 @@
-"""The training losses (paper equation 12; DeepSpec `modeling/dspark/loss.py`), in a plain form and a fast form tied by a test.
+"""The training losses (paper equation 12; DeepSpec `dspark/loss.py`), in a plain form and a fast form tied by a test.
 
 Per slot, with z the draft logits (base + bias), p = softmax(z), t the target's distribution at temperature 1, y the
 answer's token:
