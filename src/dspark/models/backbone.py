@@ -59,16 +59,21 @@ def _rms(
     return (normed if weight is None else normed * weight).to(x.dtype)
 
 
+def rotary_rates(head_dim: int, theta: float, partial: float = 1.0) -> Float[Tensor, "pairs"]:
+    """Radians per position of each pair of a head, float64; pairs past the first ``partial`` of them do not turn.
+
+    Source: "proportional" rotary embedding of transformers, which with ``partial`` 1 is the usual one.
+    """
+    rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    rates[int(partial * head_dim // 2) :] = 0.0
+    return rates
+
+
 def rope_table(
     positions: Int[Tensor, "rows"], head_dim: int, theta: float, partial: float = 1.0
 ) -> Float[Tensor, "two rows head_dim"]:
-    """Cosines and sines of the rotary embedding, halves repeated (transformers' ``rotate_half`` convention), float64.
-
-    Pairs past the first ``partial`` of the head do not turn.
-    """
-    rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
-    rates[int(partial * head_dim // 2) :] = 0.0
-    angles = positions.double()[:, None] * rates
+    """Cosines and sines of the rotary embedding, float64, halves repeated (``rotate_half`` of transformers)."""
+    angles = positions.double()[:, None] * rotary_rates(head_dim, theta, partial).to(positions.device)
     angles = torch.cat((angles, angles), -1)
     return torch.stack((angles.cos(), angles.sin()))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
 from dspark.maths.shaping import Shaper
-from dspark.models.backbone import DraftModel, GemmaDraftLayer
+from dspark.models.backbone import DraftModel, GemmaDraftLayer, rotary_rates
 from dspark.models.checkpoint import check_fits
 from dspark.models.decoder_config import DecoderConfig, Rope
 from dspark.models.draft_config import DraftConfig
@@ -50,10 +50,8 @@ class DraftContext:
 
 def decoder_config(config: DraftConfig) -> DecoderConfig:
     """The draft layers as the lean decoder's operations know them."""
-    pairs = config.head_dim // 2
-    turning = int(config.partial_rotary_factor * config.head_dim // 2)
-    rates = [config.rope_theta ** (-2 * i / config.head_dim) if i < turning else 0.0 for i in range(pairs)]
-    rope = Rope(inv_freq=tuple(rates))
+    rates = rotary_rates(config.head_dim, config.rope_theta, config.partial_rotary_factor)
+    rope = Rope(inv_freq=tuple(rates.tolist()))
     return DecoderConfig(
         family=f"dspark-{config.layer_style}",
         vocab_size=config.vocab_size,
