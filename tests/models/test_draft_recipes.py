@@ -132,6 +132,8 @@ def test_the_references_choices_make_a_training_run(method: str) -> None:
     assert chosen.keys() <= {f.name for f in fields(TrainConfig)}
     run = TrainConfig(**chosen)
     assert run.slots_per_step // (run.block_size * run.sequences_per_step) == 512  # anchors a sequence
+    with pytest.raises(ConfigError, match="markov_head is 'oracle'"):
+        TrainConfig(**{**chosen, "markov_head": "oracle"})
     assert run.soft_share(0) == 0.0 and run.block_at(0) == 7 and run.initialise == "fresh"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.errors import ConfigError
+from dspark.models.draft_config import HEAD_TYPES
 from dspark.train.optim import SCHEDULES
 
 INITIALISERS = ("target", "fresh")
@@ -142,6 +143,8 @@ class TrainConfig:
         self._check_drafter()
         if not 1 <= self.fresh_per_step <= self.sequences_per_step:
             raise ConfigError(f"fresh_per_step is {self.fresh_per_step}; it must lie in 1..{self.sequences_per_step}")
+        if self.markov_head not in HEAD_TYPES:
+            raise ConfigError(f"markov_head is {self.markov_head!r}; supported: {', '.join(HEAD_TYPES)}")
         if self.schedule not in SCHEDULES:
             raise ConfigError(f"schedule is {self.schedule!r}; supported: {', '.join(SCHEDULES)}")
         if self.initialise not in INITIALISERS and not Path(self.initialise).is_dir():
