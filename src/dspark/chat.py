@@ -7,7 +7,10 @@ runs; so everything that turns messages into ids goes through :class:`ChatFormat
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from dspark.errors import DataError, ModelError
+from dspark.errors import ConfigError, DataError, ModelError
 from dspark.models.weights import load_tokenizer
 
 Message = Mapping[
@@ -23,6 +26,7 @@ Message = Mapping[
 ]  # {"role": "user", "content": "..."}; Any: tool calls and the like are the template's affair
 REPLACEMENT = "\ufffd"  # what decoding puts for bytes that are no UTF-8 (yet)
 PROBE = "dspark-probe-answer"
+PROBE_ANSWER = {"role": "assistant", "content": PROBE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,14 @@ class EncodedConversation:
             raise DataError(
                 f"{len(self.token_ids)} token ids but {len(self.loss_mask)} loss mask entries; give one per id"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserTurn:
+    """What stands before a user's first turn, and the tokens that end it (with the model's stop tokens)."""
+
+    prefix_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]  # ascending
 
 
 class ChatFormat:
@@ -60,12 +72,19 @@ class ChatFormat:
         time (``enable_thinking=False``): one setting for training and serving."""
         self.tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        self._options = dict(template_options or {})
+        self.template_options = dict(template_options or {})
+        self._check_options()
         stops = set(eos_token_ids)
         if not stops and tokenizer.eos_token_id is not None:
             stops.add(tokenizer.eos_token_id)
-        if self.has_template and (turn_end := self._turn_end()) is not None:
-            stops.add(turn_end)
+        self._header = ""
+        self.end_token_id: int | None = tokenizer.eos_token_id  # what closes an answer
+        if self.has_template:
+            self._header = self._missing_header()
+            turn_end = self._token_after_probe([{"role": "user", "content": "a"}, PROBE_ANSWER])
+            if turn_end is not None:
+                stops.add(turn_end)
+                self.end_token_id = turn_end
         self.stop_token_ids = tuple(sorted(stops))
 
     @classmethod
@@ -88,13 +107,29 @@ class ChatFormat:
         text = "\n\n".join(message["content"] for message in messages)
         return list(self.tokenizer(text, add_special_tokens=True)["input_ids"])
 
-    def conversation_ids(self, messages: Sequence[Message]) -> EncodedConversation:
+    def user_turn(self) -> UserTurn:
+        """Where a user's first turn lies: the model that continues ``prefix_ids`` writes one, up to an end token.
+
+        Raises :class:`ModelError` if there is no template, or none that puts anything before a user's text.
+        """
+        if not self.has_template:
+            raise ModelError("the tokenizer has no chat template, so where a user speaks is unknown; give prompts")
+        messages = [{"role": "user", "content": PROBE}]
+        prefix = self._encode(self._render(messages).partition(PROBE)[0])
+        if not prefix:
+            raise ModelError("the chat template puts nothing before a user's text; give prompts")
+        end = self._token_after_probe(messages)
+        ends = {*self.stop_token_ids} | ({end} if end is not None else set())
+        return UserTurn(prefix_ids=tuple(prefix), end_token_ids=tuple(sorted(ends)))
+
+    def conversation_ids(self, messages: Sequence[Message], *, last_only: bool = False) -> EncodedConversation:
         """Ids of a whole conversation with every assistant's turn supervised, end token included.
 
-        What the template puts after an end token (a newline) is not supervised, and is left out after the last turn:
-        nobody generates it. Raises :class:`DataError` if the template renders a turn in another way once it lies in the
-        past (think blocks dropped), or if a token reaches across the border of a turn; then the ids seen in training
-        would not be those seen in decoding.
+        ``last_only`` supervises the last answer alone, and asks nothing of those before it. What the template puts
+        after an end token (a newline) is not supervised, and is left out after the last turn: nobody generates it.
+        Raises :class:`DataError` if the template renders a supervised turn in another way once it lies in the past
+        (think blocks dropped), or if a token reaches across the border of a turn; then the ids seen in training would
+        not be those seen in decoding.
         """
         check_messages(messages)
         if not self.has_template:
@@ -104,7 +139,7 @@ class ChatFormat:
         mask = [False] * len(token_ids)
         end = len(token_ids)
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or (last_only and i < len(messages) - 1):
                 continue
             if i == 0:
                 raise DataError("the conversation begins with an assistant message; put the user's before it")
@@ -116,6 +151,23 @@ class ChatFormat:
             if i == len(messages) - 1:
                 end = stop
         return EncodedConversation(token_ids=tuple(token_ids[:end]), loss_mask=tuple(mask[:end]))
+
+    def training_conversations(self, messages: Sequence[Message]) -> list[EncodedConversation]:
+        """A conversation as training wants it: whole where every turn stays as it was, else once per answer.
+
+        Templates of thinking models drop the thoughts of past answers. There an answer is seen in decoding behind a
+        text without the thoughts before it, and so it must be in training. Raises :class:`DataError` as
+        :meth:`conversation_ids` does if not even that can be had, and for a conversation without an answer.
+        """
+        answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not answers:
+            raise DataError("the conversation has no assistant message, so there is nothing to learn")
+        try:
+            return [self.conversation_ids(messages[: answers[-1] + 1])]
+        except DataError:
+            if len(answers) == 1:
+                raise
+            return [self.conversation_ids(messages[: i + 1], last_only=True) for i in answers]
 
     def training_example(self, prompt_messages: Sequence[Message], answer_ids: Sequence[int]) -> EncodedConversation:
         """A prompt and the very ids that the target answered with, all of them supervised.
@@ -166,26 +218,58 @@ class ChatFormat:
             )
         return len(prefix)
 
-    def _turn_end(self) -> int | None:
-        """Id of the special token that the template closes an answer with, found by rendering one."""
+    def fingerprint(self) -> str:
+        """Hash of all that decides which ids a text or a conversation gets: vocabulary, rules, template, options."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items())
+        names = ("transformers", "tokenizers", "jinja2")  # another version may render or split otherwise
+        versions = [importlib.metadata.version(name) for name in names]
+        template = getattr(self.tokenizer, "chat_template", None)
+        parts = [rules, template, self.template_options, self.stop_token_ids, type(self.tokenizer).__name__, versions]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _check_options(self) -> None:
+        """Refuse an option that the template does not know: it would change nothing, in silence."""
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        template = "\n".join(template.values()) if isinstance(template, dict) else template
+        for name in self.template_options:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                raise ConfigError(
+                    f"template_options has {name!r}, which the model's chat template does not read; leave it out"
+                )
+
+    def _missing_header(self) -> str:
+        """What the template puts before an answer and yet leaves out when asked for it; mostly nothing.
+
+        Some templates do not read ``add_generation_prompt``. A space at the end belongs to the answer's first token.
+        """
+        user = [{"role": "user", "content": "a"}]
         try:
-            text = self._render([{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}])
+            before, asked = self._render(user), self._render(user, generation_prompt=True)
+            whole = self._render([*user, PROBE_ANSWER])
         except DataError as error:
             raise ModelError(f"the model's chat template is unusable: {error}") from None
-        tail = self._encode(text.rpartition(PROBE)[2].lstrip())
+        if before != asked or not whole.startswith(before):
+            return ""
+        return whole[len(before) :].partition(PROBE)[0].rstrip(" ")
+
+    def _token_after_probe(self, messages: Sequence[Message]) -> int | None:
+        """Id of the special token that the template puts behind the probe in a conversation; None if there is none."""
+        tail = self._encode(self._render(messages).rpartition(PROBE)[2].lstrip())
         added = self.tokenizer.added_tokens_decoder
         return tail[0] if tail and tail[0] in added and added[tail[0]].special else None
 
     def _render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **self._options,
+                **self.template_options,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from None
+        return text + self._header if generation_prompt else text
 
     def _encode(self, text: str) -> list[int]:
         # the template has put every special token into the text already

@@ -37,7 +37,7 @@ def settings(chat: ChatFormat, **changed: object) -> dict:
 def answer_all(path: Path, target: TableTarget, chat: ChatFormat, prompts: dict = PROMPTS) -> int:
     """Begin or go on; returns the number of new answers."""
     file = AnswerFile(path, settings(chat), prompts)
-    jobs = make_jobs(prompts, chat, samples=2, max_len=target.info.max_len, done=file.done).jobs
+    jobs = make_jobs(prompts, chat, samples=2, max_len=target.info.max_len, history=file.history).jobs
     options = {"sampling": SAMPLING, "max_new_tokens": 5, "stop_token_ids": chat.stop_token_ids, "rows": 3}
     for answer in sample_answers(target, jobs, **options):
         file.add(answer, chat)

@@ -10,26 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import TableTarget, chi_square_p, target_chain
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_chat import MAX_LEN, save_chat_model
 from torch import Tensor
 
 import dspark.data.answers as answers_module
 from dspark.chat import ChatFormat
 from dspark.core import SamplingParams
-from dspark.data.answers import (
-    Answer,
-    Job,
-    blockwise_inverse_cdf,
-    draw_tokens,
-    job_seed,
-    make_jobs,
-    sample_answers,
-)
+from dspark.data.answers import Answer, Job, PastTurn, job_seed, make_jobs, sample_answers
 from dspark.decode import generate
 from dspark.errors import ConfigError, DataError, RequestError
-from dspark.maths.sampling import inverse_cdf, target_probs
 from dspark.models.drafter import NoDrafter
 from dspark.models.loading import load_target
 from dspark.models.target import KVMemory, Target, TargetOutput
@@ -253,10 +242,25 @@ def prompt_rows(**texts: str) -> dict[str, dict]:
 def test_jobs_are_first_turns_first_samples_first(chat: ChatFormat) -> None:
     prompts = prompt_rows(b="one", a="two")
     prompts["a"]["domain"] = "math"
-    found = make_jobs(prompts, chat, samples=2, max_len=MAX_LEN, done={("b", 1), ("z", 0)})
+    done = [PastTurn(answer="", finished=True)]
+    found = make_jobs(prompts, chat, samples=2, max_len=MAX_LEN, history={("b", 1): done, ("z", 0): done})
     keys = [(job.id, job.sample, job.domain) for job in found.jobs]
     assert keys == [("b", 0, "all"), ("a", 0, "math"), ("a", 1, "math")] and found.skipped == ()
     assert list(found.jobs[0].prompt_ids) == chat.prompt_ids([{"role": "user", "content": "one"}])
+
+
+def test_later_turns_follow_the_targets_own_answers(chat: ChatFormat) -> None:
+    prompts = {key: {"id": key, "turns": ["one", "two"], "system": "be kind"} for key in "abc"} | prompt_rows(d="x")
+    prompts["d"]["turns"] = ["x"]
+    past = {(key, 0): [PastTurn(answer=f"said {key}", finished=key != "b")] for key in "abd"}
+    assert [job.id for job in make_jobs(prompts, chat, samples=1, max_len=MAX_LEN, history=past).jobs] == ["c"]
+    (job,) = make_jobs(prompts, chat, samples=1, max_len=MAX_LEN, turn=1, history=past).jobs
+    assert (job.id, job.turn) == ("a", 1), "b was cut, c has no first answer, d no second turn"
+    assert chat.decode(job.prompt_ids, skip_special_tokens=False) == (
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
+        "<|im_start|>assistant\nsaid a<|im_end|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert job_seed(0, "a", 0) != job_seed(0, "a", 0, 1) != job_seed(0, "a", 1)
 
 
 def test_prompts_without_room_for_an_answer_are_named(chat: ChatFormat, caplog: pytest.LogCaptureFixture) -> None:
@@ -272,60 +276,3 @@ def test_prompts_without_room_for_an_answer_are_named(chat: ChatFormat, caplog: 
 def test_a_prompt_that_is_no_text_is_named(chat: ChatFormat) -> None:
     with pytest.raises(DataError, match="prompt 'odd'"):
         make_jobs({"odd": {"id": "odd", "turns": [3]}}, chat, samples=1, max_len=99)
-
-
-# --- drawing ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vocab", [3, 256, 257, 5000])
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-def test_fast_draws_are_the_plain_ones_up_to_rounding(sampling: SamplingParams, vocab: int) -> None:
-    random = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(400, vocab, generator=random).mul_(3).bfloat16()
-    logits[::3, ::2] = float("-inf")
-    u = torch.rand(400, dtype=torch.float64, generator=random)
-    u[:2] = torch.tensor([0.0, 1 - 2.0**-53])
-    kept = logits.clone()
-    fast, plain = (draw_tokens(logits, sampling, u, fast=fast) for fast in (True, False))
-    assert torch.equal(logits, kept)
-    assert int((fast != plain).sum()) <= 1
-    probs = target_probs(logits, sampling).double()
-    assert bool((probs.gather(1, fast[:, None]) > 0).all())
-    if not sampling.greedy:
-        upper = (probs / probs.sum(1, keepdim=True)).cumsum(1).gather(1, fast[:, None])[:, 0]
-        lower = upper - probs.gather(1, fast[:, None])[:, 0]
-        assert bool(((u >= lower - 1e-6) & (u <= upper + 1e-6)).all())
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=70), st.floats(0, 1, exclude_max=True), st.integers(1, 9))
-def test_two_levels_find_the_token_of_one(counts: list[int], share: float, block: int) -> None:
-    """Whole weights have exact sums, so that the versions may differ at the very edges of tokens only."""
-    weights, u = torch.tensor([counts], dtype=torch.float32), torch.tensor([share], dtype=torch.float64)
-    if not sum(counts):
-        with pytest.raises(RequestError):
-            blockwise_inverse_cdf(weights, u, block=block)
-        return
-    token = int(blockwise_inverse_cdf(weights, u, block=block)[0])
-    assert counts[token] > 0
-    edge = share * sum(counts)
-    if abs(edge - round(edge)) > 1e-9:
-        assert token == int(inverse_cdf(weights, u)[0])
-    else:
-        assert sum(counts[:token]) <= edge + 1e-9 and edge - 1e-9 <= sum(counts[: token + 1])
-
-
-def test_every_token_gets_exactly_its_share() -> None:
-    """1,024 equal weights and the middles of as many equal shares: each token once, in order."""
-    u = (torch.arange(1024, dtype=torch.float64) + 0.5) / 1024
-    assert blockwise_inverse_cdf(torch.full((1024, 1024), 0.3), u).tolist() == list(range(1024))
-    assert blockwise_inverse_cdf(torch.ones(1024, 1024), u - 0.5 / 1024).tolist() == list(range(1024))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_logits_without_a_distribution_are_refused(value: float) -> None:
-    logits = torch.zeros(2, 300)
-    logits[:, 0 if value < 0 else 280 :] = value
-    for fast in (True, False):
-        with pytest.raises(RequestError, match="positive and finite"):
-            draw_tokens(logits, SamplingParams(temperature=1.0), torch.rand(2, dtype=torch.float64), fast=fast)

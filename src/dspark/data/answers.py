@@ -17,13 +17,13 @@ from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from dspark.chat import ChatFormat
+from dspark.chat import ChatFormat, Message
 from dspark.core import SamplingParams
+from dspark.data.draws import draw_tokens
+from dspark.data.prompts import prompt_messages
 from dspark.errors import ConfigError, DataError, RequestError
-from dspark.maths.sampling import RequestStreams, blockwise_inverse_cdf, inverse_cdf, target_probs, uniforms
+from dspark.maths.sampling import RequestStreams, uniforms
 from dspark.models.target import KVMemory, Target
 
 PREFILL_TOKENS = 2048  # most prompt tokens of one pass, if they are more than one prompt; bounds its activations
@@ -34,12 +34,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One sample of one prompt."""
+    """One turn of one sample of one prompt."""
 
     id: str  # of the prompt
     sample: int  # 0, 1, ... of this prompt
     domain: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # the conversation up to the answer
+    turn: int = 0  # of the user, 0-based, that is answered
+    messages: tuple[Message, ...] = field(default=(), compare=False, repr=False)  # what prompt_ids render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class Answer:
     job: Job
     token_ids: tuple[int, ...]
     finish_reason: str  # "stop" | "length": max_new_tokens, or the end of the target's context
+    text: str | None = None  # as the server sent it; None: what the ids decode to
+    exact_ids: bool = True  # False: tokenised again from a text that they do not decode back to
 
     def row(self, chat: ChatFormat) -> dict[str, Any]:  # Any: whatever JSON holds
         """The answer as a line of an answers file; its text is without the stop token."""
@@ -56,11 +60,24 @@ class Answer:
         return {
             "id": self.job.id,
             "sample": self.job.sample,
+            **({"turn": self.job.turn} if self.job.turn else {}),
             "domain": self.job.domain,
-            "answer": chat.decode(text_ids),
+            "answer": chat.decode(text_ids) if self.text is None else self.text,
             "answer_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
+            **({} if self.exact_ids else {"exact_ids": False}),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastTurn:
+    """What later turns must know of an answered one."""
+
+    answer: str
+    finished: bool  # False: cut by a limit, so that the conversation ends with it
+
+
+History = Mapping[tuple[str, int], Sequence[PastTurn]]  # answered turns of each (prompt id, sample)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,48 +93,62 @@ def make_jobs(
     chat: ChatFormat,
     *,
     samples: int,
-    max_len: int,
-    done: Collection[tuple[str, int]] = (),
+    max_len: int | None,
+    turn: int = 0,
+    history: History | None = None,
 ) -> JobList:
-    """Jobs for the first turn of every prompt, all first samples before the second ones; ``done`` (id, sample) are
-    left out.
+    """Jobs for the user's turn number ``turn`` of every prompt that has it, all first samples before the second ones.
 
-    A prompt of ``max_len`` tokens or more, the target's context, leaves no room for an answer: it is skipped, named,
-    and logged. Raises :class:`DataError` naming the prompt that cannot be rendered.
+    ``history`` holds what is answered already: a sample whose turn is there is left out, and so is one whose turn
+    before is not there, or was cut. A conversation of ``max_len`` tokens or more, the target's context, leaves no room
+    for an answer: it is skipped, named, and logged (None: the length is the server's to judge). Raises
+    :class:`DataError` naming the prompt that cannot be rendered.
     """
-    encoded: dict[str, tuple[int, ...]] = {}
-    skipped = []
-    for key, prompt in prompts.items():
-        if all((key, sample) in done for sample in range(samples)):
-            continue
-        try:
-            ids = tuple(chat.prompt_ids([{"role": "user", "content": prompt["turns"][0]}]))
-        except DataError as error:
-            raise DataError(f"prompt {key!r}: {error}") from None
-        if len(ids) < max_len:
-            encoded[key] = ids
-        else:
-            skipped.append(key)
+    history = history or {}
+    jobs: list[Job] = []
+    skipped: dict[str, None] = {}
+    first: dict[str, tuple[int, ...]] = {}  # ids of a first turn, the same for all samples
+    for sample in range(samples):
+        for key, prompt in prompts.items():
+            past = history.get((key, sample), ())
+            if len(past) != turn or len(prompt["turns"]) <= turn or not all(before.finished for before in past):
+                continue
+            try:
+                messages = prompt_messages(prompt, [before.answer for before in past])
+                ids = first.get(key) or tuple(chat.prompt_ids(messages))
+            except DataError as error:
+                raise DataError(f"prompt {key!r}: {error}") from None
+            if turn == 0:
+                first[key] = ids
+            if max_len is not None and len(ids) >= max_len:
+                skipped[key] = None
+                continue
+            domain = prompt.get("domain", "all")
+            jobs.append(Job(id=key, sample=sample, turn=turn, domain=domain, prompt_ids=ids, messages=tuple(messages)))
     if skipped:
         _log.warning(
             "%d prompts are skipped, %d tokens (the context limit) or longer: %s%s",
             len(skipped),
             max_len,
-            ", ".join(skipped[:NAMED]),
+            ", ".join(list(skipped)[:NAMED]),
             ", ..." if len(skipped) > NAMED else "",
         )
-    jobs = tuple(
-        Job(id=key, sample=sample, domain=prompts[key].get("domain", "all"), prompt_ids=ids)
-        for sample in range(samples)
-        for key, ids in encoded.items()
-        if (key, sample) not in done
-    )
-    return JobList(jobs=jobs, skipped=tuple(skipped))
+    return JobList(jobs=tuple(jobs), skipped=tuple(skipped))
 
 
-def job_seed(seed: int, prompt_id: str, sample: int) -> int:
+def job_seed(seed: int, prompt_id: str, sample: int, turn: int = 0) -> int:
     """Seed of one job's streams, 128 bits of a hash: near seeds and ids give unrelated ones."""
-    return int.from_bytes(hashlib.sha256(f"{seed}\n{sample}\n{prompt_id}".encode()).digest()[:16], "big")
+    place = f"{sample}.{turn}" if turn else str(sample)
+    return int.from_bytes(hashlib.sha256(f"{seed}\n{place}\n{prompt_id}".encode()).digest()[:16], "big")
+
+
+def check_drawable(sampling: SamplingParams) -> None:
+    """Raise :class:`ConfigError` for a ``sampling`` that shapes the logits by the text before: a drafter is to learn
+    the target's own habits."""
+    if sampling.shapes_logits:
+        raise ConfigError(
+            "answers are drawn without penalties, logit_bias, banned_token_ids and min_tokens; unset them"
+        )
 
 
 # --- the continuous batch --------------------------------------------------------------------------------------------
@@ -151,10 +182,7 @@ def sample_answers(
     the text before (a drafter is to learn the target's own habits), :class:`RequestError` for a job without prompt or
     room.
     """
-    if sampling.shapes_logits:
-        raise ConfigError(
-            "answers are drawn without penalties, logit_bias, banned_token_ids and min_tokens; unset them"
-        )
+    check_drawable(sampling)
     for name, value in (("rows", rows), ("max_new_tokens", max_new_tokens)):
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be 1 or more")
@@ -204,7 +232,7 @@ def _answers(
 
 
 def _open(job: Job, seed: int, room: int) -> _Slot:
-    stream = RequestStreams.from_seed(job_seed(seed, job.id, job.sample)).residual
+    stream = RequestStreams.from_seed(job_seed(seed, job.id, job.sample, job.turn)).residual
     return _Slot(job=job, uniforms=uniforms(room, stream).tolist(), pending=list(job.prompt_ids))
 
 
@@ -229,28 +257,3 @@ def _pass(target: Target, memory: KVMemory, slots: Mapping[int, _Slot], sampling
     assert output.logits is not None
     shares = [slot.uniforms[len(slot.drawn)] for slot in slots.values()]
     return draw_tokens(output.logits, sampling, torch.tensor(shares, dtype=torch.float64, device=device)).tolist()
-
-
-# --- drawing a token per row -----------------------------------------------------------------------------------------
-
-
-def draw_tokens(
-    logits: Float[Tensor, "rows vocab"], params: SamplingParams, u: Float[Tensor, "rows"], *, fast: bool = True
-) -> Int[Tensor, "rows"]:
-    """One token per row from the distribution that ``params`` makes of ``logits``, at the shares ``u`` in [0, 1) of
-    its mass.
-
-    ``fast`` False is the plain version. The fast one needs neither normalised probabilities nor a running sum over the
-    vocabulary: at a temperature alone it takes one exponential per token, and sums by blocks. The weights are the same
-    fp32 numbers in both, and all sums are float64, so the two differ only where ``u`` lies within the plain version's
-    own rounding (a relative 2**-24, when it normalises in fp32) of the edge between two tokens.
-    """
-    if params.greedy and fast:
-        return logits.argmax(1)
-    if not fast:
-        return inverse_cdf(target_probs(logits, params), u)
-    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
-        return blockwise_inverse_cdf(target_probs(logits, params), u)
-    weights = logits.to(torch.float32, copy=True)
-    weights.sub_(weights.amax(1, keepdim=True)).div_(params.temperature).exp_()
-    return blockwise_inverse_cdf(weights, u)

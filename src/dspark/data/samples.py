@@ -1,14 +1,15 @@
 """Prompts and answers on disk become training samples; vocabulary and held-out set are chosen from them.
 
-Prompts: JSONL rows {id, turns, domain?, source?}. Answers: rows {id, sample, answer_ids, finish_reason, ...} as
-`dspark answers` writes them; ``answer_ids`` end with the stop token unless the answer was cut by its length.
+Answers: JSONL rows {id, sample, turn?, answer, answer_ids, finish_reason, ...} as `dspark answers` writes them;
+``answer_ids`` end with the stop token unless the answer was cut by its length.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -17,56 +18,62 @@ from torch import Tensor
 from dspark.artifacts import read_jsonl
 from dspark.chat import ChatFormat
 from dspark.data.features import Sample
+from dspark.data.prompts import prompt_messages
+from dspark.data.prompts import read_prompts as read_prompts  # samples and their prompts are read together
 from dspark.errors import DataError
 
 
-def read_prompts(paths: Iterable[str | Path]) -> dict[str, dict]:
-    """Prompt rows by id. Raises :class:`DataError` on a row without id or turns, and on an id given twice with other
-    turns."""
-    prompts: dict[str, dict] = {}
-    for path in paths:
-        for number, row in enumerate(read_jsonl(Path(path)), 1):
-            turns = row.get("turns")
-            texts = isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)
-            if not isinstance(row.get("id"), str) or not texts:
-                raise DataError(f"{path}:{number}: a prompt needs a string `id` and a non-empty list of texts, `turns`")
-            if row["id"] in prompts and prompts[row["id"]]["turns"] != turns:
-                raise DataError(f"{path}:{number}: id {row['id']!r} was given before with other turns")
-            prompts[row["id"]] = row
-    return prompts
-
-
 def read_samples(
-    answers: Iterable[str | Path], prompts: dict[str, dict], chat: ChatFormat, *, max_tokens: int
+    answers: Iterable[str | Path], prompts: Mapping[str, Mapping[str, Any]], chat: ChatFormat, *, max_tokens: int
 ) -> list[Sample]:
     """All answers as samples, prompt and answer cut together at ``max_tokens`` on the right; an answer cut away is
     left out.
 
+    An answer to a later turn is a sample of its own, behind the conversation as the template renders it at that point.
     Raises :class:`DataError` for a row that is no answer, or names an unknown prompt: prompts and answers then do not
     belong together.
     """
-    samples, seen = [], set()
-    for path in answers:
-        for number, row in enumerate(read_jsonl(Path(path)), 1):
-            prompt = prompts.get(row["id"]) if isinstance(row.get("id"), str) else None
-            if prompt is None:
-                raise DataError(f"{path}:{number}: answer to {row.get('id')!r}, which no prompts file holds")
-            answer_ids = row.get("answer_ids")
-            if not isinstance(answer_ids, list) or not all(type(token) is int for token in answer_ids):
-                raise DataError(f"{path}:{number}: an answer needs a list of token ids, `answer_ids`")
-            messages = [{"role": "user", "content": prompt["turns"][0]}]
-            encoded = chat.training_example(messages, answer_ids)
-            ids = torch.tensor(encoded.token_ids[:max_tokens], dtype=torch.long)
-            mask = torch.tensor(encoded.loss_mask[:max_tokens], dtype=torch.bool)
-            if int(mask.sum()) >= 2:
-                name = f"{row['id']}#{row.get('sample', 0)}"
-                if name in seen:
-                    raise DataError(f"{path}:{number}: answer {name} was given before; number the samples apart")
-                seen.add(name)
-                samples.append(Sample(name, prompt.get("domain", "all"), ids, mask))
+    rows = _answer_rows(answers, prompts)
+    samples = []
+    for (key, number, turn), (place, row) in rows.items():
+        before = []
+        for earlier in range(turn):
+            _, past = rows.get((key, number, earlier), ("", {}))
+            if not isinstance(past.get("answer"), str):
+                raise DataError(f"{place}: answer to turn {turn} of {key!r} without the text of turn {earlier}")
+            before.append(past["answer"])
+        encoded = chat.training_example(prompt_messages(prompts[key], before), row["answer_ids"])
+        ids = torch.tensor(encoded.token_ids[:max_tokens], dtype=torch.long)
+        mask = torch.tensor(encoded.loss_mask[:max_tokens], dtype=torch.bool)
+        if int(mask.sum()) >= 2:
+            name = f"{key}#{number}.{turn}" if turn else f"{key}#{number}"
+            samples.append(Sample(name, prompts[key].get("domain", "all"), ids, mask))
     if not samples:
         raise DataError("no usable answers; give --answers files that `dspark answers` wrote")
     return samples
+
+
+def _answer_rows(
+    answers: Iterable[str | Path], prompts: Mapping[str, Mapping[str, Any]]
+) -> dict[tuple[str, int, int], tuple[str, dict[str, Any]]]:
+    """Checked rows with their places in the files, by prompt id, sample and turn."""
+    rows: dict[tuple[str, int, int], tuple[str, dict[str, Any]]] = {}
+    for path in answers:
+        for number, row in enumerate(read_jsonl(Path(path)), 1):
+            place, key = f"{path}:{number}", row.get("id")
+            prompt = prompts.get(key) if isinstance(key, str) else None
+            if prompt is None or not isinstance(key, str):
+                raise DataError(f"{place}: answer to {key!r}, which no prompts file holds")
+            answer_ids = row.get("answer_ids")
+            if not isinstance(answer_ids, list) or not all(type(token) is int for token in answer_ids):
+                raise DataError(f"{place}: an answer needs a list of token ids, `answer_ids`")
+            sample, turn = row.get("sample", 0), row.get("turn", 0)
+            if type(sample) is not int or type(turn) is not int or not 0 <= turn < len(prompt["turns"]):
+                raise DataError(f"{place}: `sample` is {sample!r} and `turn` {turn!r}; {key!r} has no such answer")
+            if (key, sample, turn) in rows:
+                raise DataError(f"{place}: answer {key}#{sample} was given before; number the samples apart")
+            rows[key, sample, turn] = (place, row)
+    return rows
 
 
 def prompt_id(sample: Sample) -> str:
