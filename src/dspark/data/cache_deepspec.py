@@ -54,8 +54,8 @@ class DeepSpecForm:
         layers = [layer for layer in self.layer_ids if layer != FINAL]
         if not layers or layers != sorted(set(layers)):
             raise ConfigError(
-                f"taps are {named_taps(self.layer_ids)}; DeepSpec's cache needs at least one decoder layer, ascending (its "
-                "final states come along anyway): set taps, or take the form small"
+                f"taps are {named_taps(self.layer_ids)}; DeepSpec's cache needs at least one decoder layer, ascending "
+                "(its final states come along anyway): set taps, or take the form small"
             )
         object.__setattr__(self, "layer_ids", tuple(layers))
 
@@ -136,8 +136,8 @@ def check_taps(wanted: tuple[int, ...], stored: tuple[int, ...]) -> None:
     """Raise :class:`DataError` naming the taps that a cache lacks."""
     if missing := [tap for tap in wanted if tap not in stored]:
         raise DataError(
-            f"the cache lacks the target layers {named_taps(missing)}; it holds {named_taps(stored)}: set taps to some of these, or "
-            "build a cache with the others"
+            f"the cache lacks the target layers {named_taps(missing)}; it holds {named_taps(stored)}: set taps to some "
+            "of these, or build a cache with the others"
         )
 
 

@@ -29,7 +29,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -72,6 +72,7 @@ class TargetIdentity:
     tokenizer_sha256: str
 
 
+@runtime_checkable
 class Form(Protocol):
     """How a sample's states become five arrays, and how training gets its features back from them.
 

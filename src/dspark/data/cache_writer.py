@@ -28,6 +28,7 @@ from dspark.data.cache_format import (
     DIGEST_BYTES,
     DRAFT_IDS_NAME,
     INDEX_NAME,
+    OURS,
     SAMPLES_NAME,
     SEAL_NAME,
     Fields,
@@ -130,7 +131,9 @@ class CacheBuild:
             self._write_shard(shard, target, on_sample)
         if self.todo():
             return False
-        self._finish()
+        with open(self.folder / BUILD_NAME, "rb") as file:  # one process at a time, so that none sweeps another's files
+            _lock(file, wait=True)
+            self._finish()
         return True
 
     # --- a folder of ours --------------------------------------------------------------------------------------------
@@ -139,7 +142,7 @@ class CacheBuild:
         """Refuse to mix with another build, or with files that are not ours."""
         path = self.folder / BUILD_NAME
         if not path.is_file():
-            if self.folder.is_dir() and any(self.folder.iterdir()):
+            if any(path.is_file() and not path.name.startswith(".") for path in self.folder.rglob("*")):
                 raise ConfigError(f"out is {self.folder}, which holds files but no {BUILD_NAME}; {OTHERS}")
             return
         before = read_json(path, remedy=OTHERS)
@@ -225,6 +228,8 @@ class CacheBuild:
     def _finish(self) -> None:
         """Index, lists, seal, and then the manifest, which makes the cache a cache. Written even where they exist, so
         that a damaged one is mended and not sealed."""
+        for leftover in (*self.folder.glob(".*.tmp"), *(self.folder / OURS).glob(".*.tmp")):
+            leftover.unlink(missing_ok=True)  # of killed processes: no other writes any more
         atomic_write_text(self.folder / SAMPLES_NAME, self._lines)
         if isinstance(self.form, SmallForm):
             atomic_write_bytes(self.folder / DRAFT_IDS_NAME, draft_ids_bytes(self.form.draft_ids))
@@ -253,15 +258,7 @@ def _open_alone(path: Path) -> Iterator[BinaryIO]:
         f"{path} is being written by another process; wait for it, or give every process a rank of its own"
     )
     with open(path, "ab") as file:
-        try:
-            import fcntl  # not on Windows, where opening for writing twice fails by itself
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass
-        except BlockingIOError:
-            raise busy from None
-        if not _is_at(file, path):  # its last owner finished it between our opening and our lock
+        if not _lock(file) or not _is_at(file, path):  # or its last owner finished it before our lock
             raise busy
         file.truncate(0)
         try:
@@ -269,6 +266,19 @@ def _open_alone(path: Path) -> Iterator[BinaryIO]:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
+
+
+def _lock(file: BinaryIO, *, wait: bool = False) -> bool:
+    """Keep other processes out until ``file`` is closed, or this process dies; False if another is in."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: one process there, and nobody keeps it from being two
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
