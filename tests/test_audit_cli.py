@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from dspark.bundle import Bundle
 from dspark.cli import app
+from dspark.evaluate import audit_sampled
 from dspark.evaluate.audit_flaws import FLAWS, broken
 
 
@@ -49,8 +50,11 @@ def test_greedy_parts_pass_and_write_their_report(model: str, drafter: str, tmp_
     assert data["provenance"]["libraries"]["torch"] and data["faults"] == data["weaknesses"] == []
 
 
-def test_sampled_part_has_every_case_and_control(model: str, drafter: str, tmp_path: Path) -> None:
+def test_sampled_part_has_every_case_and_control(
+    model: str, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In no time at all: every case runs its first trials, and the audit says that they are too few."""
+    monkeypatch.setattr(audit_sampled, "FIRST_TRIALS", 3)
     file = tmp_path / "report.json"
     result = run(model, drafter, "--part", "sampled", "--minutes", "0.001", "--depths", "0,150", "--json", str(file))
     assert result.exit_code == 1, result.output

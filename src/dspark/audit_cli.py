@@ -186,7 +186,7 @@ def variants_of(bundle: Bundle, spec: str) -> Iterator[Variant]:
     """The ways of running a pair: as given, and whatever else its drafter can do."""
     drafter, target = bundle.drafter, bundle.target
     yield Variant(name=drafter.name, drafter=drafter)
-    if getattr(drafter, "candidates", 0):
+    if spec != "ngram":
         yield Variant(name="full vocabulary", drafter=load_drafter(spec, target, candidates=0))
     if drafter.has_confidence:
         yield Variant(name=f"threshold {THRESHOLD:g}", drafter=drafter, scheduler=ThresholdScheduler(THRESHOLD))

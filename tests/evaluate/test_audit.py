@@ -22,7 +22,7 @@ from dspark.models.target import TargetOutput
 
 TARGET = TableTarget(order=3, seed=2)
 SAMPLED = SamplingParams(temperature=0.9, top_k=3)
-COARSE = SampledConfig(shift=0.25, checks=2, most_trials=300)
+COARSE = SampledConfig(shift=0.16, checks=2, most_trials=300)
 CONTEXTS = [(1, 2, 0, 3), (1, 2, 0, 3, 1, 1, 2)]
 
 
@@ -119,13 +119,14 @@ def test_an_honest_pair_passes_and_both_flaws_are_caught() -> None:
     assert case.verified > case.accepted > 0 and case.recheck == 0.0
     assert [test.tokens for test in case.tests] == [1, 2, 3]
     if case.trials < 300:
-        assert max(test.detectable for test in case.tests) <= 0.25 * 1.001
+        assert max(test.detectable for test in case.tests) <= 0.16 * 1.001
     data = report_data(report)
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["sampled"]["cases"][0]["tests"][2]["fit"]["cells"] > 1  # type: ignore[index,call-overload]
 
 
-def test_a_lying_drafter_changes_the_verdict() -> None:
+def test_a_lying_drafter_changes_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dspark.evaluate.audit_sampled.FLAWS", ())
     report = AuditReport(sampled=sampled(liar(table())))
     assert report.verdict == CHANGED and any("not distributed" in fault for fault in report.faults)
 
