@@ -109,7 +109,8 @@ class TrainConfig:
 
     # the machine
     dtype: str = "auto"  # compute dtype of products; masters and gradients are fp32
-    feature_gigabytes: float = 8.0
+    feature_gigabytes: float = 8.0  # memory for features, computed or read
+    cache: str = ""  # folder that `dspark cache build` wrote; empty: the target runs beside the trainer
     chunk: int = 256  # rows whose logits exist at a time
 
     # watching it
@@ -152,6 +153,8 @@ class TrainConfig:
             raise ConfigError(f"initialise is {self.initialise!r}; it must be {known} or the folder of a drafter")
         if not self.curriculum or self.curriculum[-1][0] < 1.0:
             raise ConfigError(f"curriculum is {self.curriculum}; its last entry must reach until fraction 1.0")
+        if self.cache and not Path(self.cache).is_dir():
+            raise ConfigError(f"cache is {self.cache!r}, which is no folder; name one that `dspark cache build` wrote")
         for path in (*self.answers, *self.prompts):
             if not Path(path).is_file():
                 raise ConfigError(f"{path} does not exist; answers and prompts name JSONL files")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from dspark.artifacts import atomic_write_text, provenance
 from dspark.chat import ChatFormat
+from dspark.data.cache_features import open_features, target_identity
 from dspark.data.features import FeatureSource, Sample
 from dspark.data.samples import (
     choose_draft_vocab,
@@ -135,13 +136,7 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
     optimizer = make_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
     facts = load_state(folder, model, optimizer)  # before anything derives from the draft vocabulary
     method.bind(target)
-    features = features or FeatureSource(
-        target,
-        method.taps,
-        method.draft_token_ids(),
-        top=config.target_top,
-        memory_bytes=int(config.feature_gigabytes * 2**30),
-    )
+    features = features or _feature_source(config, corpus, method)
     run = Run(config, folder, corpus, method, optimizer, features)
     if facts is None:
         _warm_start(run)
@@ -150,6 +145,24 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
         run.best, run.measure = facts["best"], facts["measure"]
         _cut_log(folder, run.step)
     return run
+
+
+def _feature_source(config: TrainConfig, corpus: Corpus, method: Method) -> FeatureSource:
+    """The target beside the trainer, or what it said before, from a cache; one that does not fit is refused here."""
+    top, memory_bytes = config.target_top, int(config.feature_gigabytes * 2**30)
+    taps, draft_ids = method.taps, method.draft_token_ids()
+    if not config.cache:
+        return FeatureSource(corpus.target, taps, draft_ids, top=top, memory_bytes=memory_bytes)
+    return open_features(
+        config.cache,
+        corpus.target,
+        target_identity(corpus.place, config.model, corpus.chat.tokenizer),
+        [*corpus.training, *corpus.held_out],
+        taps=taps,
+        draft_ids=draft_ids,
+        top=top,
+        memory_bytes=memory_bytes,
+    )
 
 
 FREE_FIELDS = frozenset(  # what a resumed run may change: its length, and what watches it
