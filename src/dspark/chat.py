@@ -118,7 +118,7 @@ class ChatFormat:
         prefix = self._encode(self._render(messages).partition(PROBE)[0])
         if not prefix:
             raise ModelError("the chat template puts nothing before a user's text; give prompts")
-        end = self._token_after_probe(messages)
+        end = self._token_after_probe([*messages, {"role": "assistant", "content": "a"}])
         ends = {*self.stop_token_ids} | ({end} if end is not None else set())
         return UserTurn(prefix_ids=tuple(prefix), end_token_ids=tuple(sorted(ends)))
 

@@ -20,7 +20,6 @@ from dspark.errors import ConfigError
 OVERLAP_WORDS = 13
 SHINGLE_WORDS = 3
 BANDS, BAND_ROWS = 16, 4  # a pair of similarity s shares a band with chance 1 - (1 - s**4)**16: 0.99 at 0.7
-PRIME = (1 << 61) - 1
 # Scripts without spaces: every character counts as a word.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 
@@ -55,9 +54,7 @@ class NearDuplicates:
         if not 0.0 < threshold <= 1.0:
             raise ConfigError(f"threshold is {threshold}; a similarity lies in (0, 1]")
         self.threshold = threshold
-        random = np.random.Generator(np.random.PCG64(0))
-        self._factors = random.integers(1, PRIME >> 32, size=(BANDS * BAND_ROWS, 1), dtype=np.uint64)
-        self._addends = random.integers(0, 1 << 62, size=(BANDS * BAND_ROWS, 1), dtype=np.uint64)
+        self._seeds = _mixed(np.arange(1, BANDS * BAND_ROWS + 1, dtype=np.uint64))[:, None]
         self._bands: dict[bytes, list[int]] = {}  # places in the list of texts
         self._texts: list[tuple[str, np.ndarray]] = []  # id and hashes of each
 
@@ -82,8 +79,7 @@ class NearDuplicates:
             self._texts.append((key, runs))
 
     def _signature_bands(self, runs: UInt64[np.ndarray, "runs"]) -> list[bytes]:
-        # values stay below 2^61, so that products of a factor below 2^29 and a hash below 2^32 do not wrap around
-        signature = ((self._factors * runs + self._addends) % np.uint64(PRIME)).min(1)
+        signature = _mixed(self._seeds ^ runs).min(1)
         return [bytes([i]) + part.tobytes() for i, part in enumerate(signature.reshape(BANDS, BAND_ROWS))]
 
 
@@ -109,6 +105,16 @@ def _hashes(text: str) -> UInt64[np.ndarray, "runs"]:
     """Hashes of a text's distinct three-word runs, ascending."""
     runs = {zlib.crc32(run.encode("utf-8", "surrogatepass")) for run in word_runs(words_of(text), SHINGLE_WORDS)}
     return np.array(sorted(runs), dtype=np.uint64)
+
+
+def _mixed(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
+    """A permutation of the 64-bit numbers without visible order, so that each seed ranks all runs anew.
+
+    The finaliser of SplitMix64 (Steele et al. 2014). A linear hash would not do: near seeds rank alike.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _jaccard(one: UInt64[np.ndarray, "some"], other: UInt64[np.ndarray, "others"]) -> float:
