@@ -25,7 +25,8 @@ BELOW = {
     "chat": {"core", "errors", "artifacts", "models"},
     "decode": {"core", "errors", "maths", "models"},
 }
-STAGE = {"core", "errors", "artifacts", "maths", "models", "chat", "decode"}
+BELOW |= {"schedule_files": {"core", "errors", "artifacts", "maths", "models"}}
+STAGE = {"core", "errors", "artifacts", "maths", "models", "chat", "decode", "schedule_files"}
 BELOW |= {"data": STAGE, "train": STAGE | {"data"}, "evaluate": STAGE}
 BELOW |= {"export": STAGE, "formats_cli": STAGE | {"export"}}
 BELOW |= {"bundle": STAGE | {"evaluate"}}
@@ -33,6 +34,7 @@ BELOW |= {"console": STAGE | {"evaluate", "bundle"}, "train_cli": STAGE | {"eval
 BELOW |= {"assignments": {"core", "errors"}}
 BELOW |= {"answers_cli": STAGE | {"data"}, "prompts_cli": STAGE | {"data"}, "audit_cli": STAGE | {"evaluate", "bundle"}}
 BELOW |= {"cache_cli": STAGE | {"data", "train", "train_cli", "cache_runs"}, "cache_runs": STAGE | {"data", "train"}}
+BELOW |= {name: STAGE | {"evaluate", "bundle", "export"} for name in ("calibrate_cli", "profile_cli")}
 BELOW |= {"cli": {*BELOW}, "__main__": {"cli"}}
 ABOVE = {"models/registry.py": {"export"}}  # the door to drafters of any format stands above the formats
 

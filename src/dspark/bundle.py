@@ -13,12 +13,14 @@ from dspark.core import Completion, RoundRecord, SamplingParams
 from dspark.decode import stream
 from dspark.errors import CheckpointError, ConfigError
 from dspark.evaluate.profile import profile_sps
+from dspark.maths.calibrated_scheduling import ProfiledGreedyScheduler
 from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, Scheduler, ThresholdScheduler
 from dspark.models.drafter import Drafter
 from dspark.models.loading import load_target
 from dspark.models.registry import load_drafter
 from dspark.models.target import Target
 from dspark.models.weights import resolve_model
+from dspark.schedule_files import Calibration, Profile, Setting, drafter_fingerprint, folder_fingerprint
 
 OTHERS = "name another with --drafter: ngram, none or a folder"
 SCHEDULERS = ("fixed", "threshold", "greedy")
@@ -55,6 +57,7 @@ class Bundle:
     chat: ChatFormat
     folder: Path  # of the target's files
     model: str  # as the user named it
+    drafter_spec: str  # likewise
 
     @classmethod
     def load(
@@ -87,6 +90,7 @@ class Bundle:
             chat=chat,
             folder=folder,
             model=model,
+            drafter_spec=drafter,
         )
 
     def prompt_ids(self, text: str, *, system: str | None = None) -> list[int]:
@@ -118,12 +122,43 @@ class Bundle:
         ids = completion.token_ids
         return self.chat.decode(ids[:-1] if completion.finish_reason == "stop" else ids)
 
-    def scheduler(self, name: str, *, verify_len: int | None = None, threshold: float | None = None) -> Scheduler:
-        """The scheduler called ``name``; ``greedy`` measures the target's speed first, which takes a second or two."""
-        check_scheduler(name, verify_len=verify_len, threshold=threshold)
+    def scheduler(
+        self,
+        name: str,
+        *,
+        verify_len: int | None = None,
+        threshold: float | None = None,
+        calibration: Path | None = None,
+        profile: Path | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> Scheduler:
+        """The scheduler called ``name``, with the files of `dspark calibrate` and `dspark profile` if given.
+
+        ``greedy`` without a profile measures the target's speed first, a matter of seconds. ``sampling`` is what
+        a calibration must be of. Raises :class:`ConfigError` for a file that was made for something else.
+        """
+        check_scheduler(name, verify_len=verify_len, threshold=threshold, calibration=calibration, profile=profile)
+        rule: Scheduler = FixedScheduler(verify_len) if threshold is None else ThresholdScheduler(threshold)
         if name == "greedy":
-            return GreedyScheduler(profile_sps(self.target, max_tokens=self.drafter.block_size + 1))
-        return FixedScheduler(verify_len) if threshold is None else ThresholdScheduler(threshold)
+            rule = self._greedy(profile)
+        if calibration is None:
+            return rule
+        fitted = Calibration.read(calibration)
+        fitted.check(
+            model=folder_fingerprint(self.folder),
+            drafter=drafter_fingerprint(self.drafter_spec),
+            sampling=sampling or SamplingParams(),
+        )
+        return fitted.scheduler(rule)
+
+    def _greedy(self, profile: Path | None) -> Scheduler:
+        tokens = self.drafter.block_size + 1
+        if profile is None:
+            return GreedyScheduler(profile_sps(self.target, max_tokens=tokens))
+        measured = Profile.read(profile)
+        here = Setting.of(self.target, model_fingerprint=folder_fingerprint(self.folder))
+        measured.check(here, drafter=drafter_fingerprint(self.drafter_spec), tokens=tokens)
+        return ProfiledGreedyScheduler(measured.contexts, measured.round_curves(1))
 
 
 def _load_drafter(spec: str, target: Target, chat: ChatFormat, candidates: int) -> Drafter:
@@ -139,7 +174,14 @@ def _load_drafter(spec: str, target: Target, chat: ChatFormat, candidates: int) 
         raise CheckpointError(f"no default drafter for {target.info.name}: {error}; {OTHERS}") from error
 
 
-def check_scheduler(name: str, *, verify_len: int | None, threshold: float | None) -> None:
+def check_scheduler(
+    name: str,
+    *,
+    verify_len: int | None,
+    threshold: float | None,
+    calibration: Path | None = None,
+    profile: Path | None = None,
+) -> None:
     """Raise :class:`ConfigError` for an unknown scheduler, or for a setting that it would ignore or lacks."""
     if name not in SCHEDULERS:
         raise ConfigError(f"scheduler is {name!r}; it must be one of {', '.join(SCHEDULERS)}")
@@ -148,6 +190,10 @@ def check_scheduler(name: str, *, verify_len: int | None, threshold: float | Non
     if (threshold is not None) != (name == "threshold"):
         given = "is missing" if threshold is None else f"is {threshold}"
         raise ConfigError(f"threshold {given}; the threshold scheduler needs one in [0, 1] and no other takes one")
+    if calibration is not None and name == "fixed":
+        raise ConfigError("calibration is given, which the fixed scheduler would not read; choose threshold or greedy")
+    if profile is not None and name != "greedy":
+        raise ConfigError(f"profile is given, which only the greedy scheduler reads, not {name}; leave it out")
 
 
 def messages(text: str | None = None, *, system: str | None = None) -> list[dict[str, str]]:

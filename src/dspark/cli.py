@@ -124,6 +124,15 @@ SchedulerName = Annotated[
 ]
 VerifyLen = Annotated[int | None, typer.Option(min=0, help="Number for fixed; default: all.", rich_help_panel=DRAFTING)]
 Threshold = Annotated[float | None, typer.Option(help="Least confidence for threshold.", rich_help_panel=DRAFTING)]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option("--calibration", help="File of `calibrate`, for threshold and greedy.", rich_help_panel=DRAFTING),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", help="File of `profile`, for greedy; default: measure now.", rich_help_panel=DRAFTING),
+]
+SglangFile = Annotated[Path | None, typer.Option("--sglang", help="Write the table that SGLang reads there as well.")]
 Candidates = Annotated[
     int,
     typer.Option(
@@ -167,6 +176,8 @@ def generate(
     scheduler: SchedulerName = "fixed",
     verify_len: VerifyLen = None,
     threshold: Threshold = None,
+    calibration: CalibrationFile = None,
+    profile: ProfileFile = None,
     candidates: Candidates = 64,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
     system: System = None,
@@ -189,10 +200,12 @@ def generate(
 
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     sampling = read_sampling(given, sampling_fields or [])
-    check_scheduler(scheduler, verify_len=verify_len, threshold=threshold)
+    scheduling: dict[str, Any] = {"verify_len": verify_len, "threshold": threshold}
+    scheduling |= {"calibration": calibration, "profile": profile}
+    check_scheduler(scheduler, **scheduling)
     place = _place(dtype, device, implementation, threads, trust_remote_code)
     bundle = Bundle.load(model, drafter, candidates=candidates, **place)
-    rule = bundle.scheduler(scheduler, verify_len=verify_len, threshold=threshold)
+    rule = bundle.scheduler(scheduler, **scheduling, sampling=sampling)
     prompt_ids = bundle.raw_ids(text) if raw else bundle.prompt_ids(text, system=system)
     answer = bundle.answer(prompt_ids, sampling=sampling, max_new_tokens=max_new_tokens, scheduler=rule)
     if as_json:
@@ -266,6 +279,7 @@ def prompts(
 ) -> None:
     """Make one file of prompts: from files of any shape, from the Hub, or from nothing, by the model itself."""
     from dspark import prompts_cli
+    from dspark.data.self_prompts import SelfPromptConfig
 
     source = prompts_cli.Source(files=tuple(files or ()), hub=hub, split=split, model=model)
     if model is None:
@@ -273,7 +287,7 @@ def prompts(
         return
     if domain is not None:
         raise ConfigError("--domain is for prompts that are given; a model's own have the domain `self`")
-    config = prompts_cli.SelfPromptConfig(
+    config = SelfPromptConfig(
         count=limit or 1000, seed=seed, max_new_tokens=max_new_tokens, similarity=similarity or 0.7
     )
     place = _place(dtype, device, implementation, threads, trust_remote_code)
@@ -390,6 +404,8 @@ def bench(
     scheduler: SchedulerName = "fixed",
     verify_len: VerifyLen = None,
     threshold: Threshold = None,
+    calibration: CalibrationFile = None,
+    profile: ProfileFile = None,
     candidates: Candidates = 64,
     peer: Annotated[
         Literal["transformers", "llama.cpp"] | None, typer.Option(help="Measure another engine as well.")
@@ -423,11 +439,13 @@ def bench(
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     sampling = read_sampling(given, sampling_fields or [])
     config = BenchConfig(max_new_tokens=max_new_tokens, sampling=sampling)
-    check_scheduler(scheduler, verify_len=verify_len, threshold=threshold)
+    scheduling: dict[str, Any] = {"verify_len": verify_len, "threshold": threshold}
+    scheduling |= {"calibration": calibration, "profile": profile}
+    check_scheduler(scheduler, **scheduling)
     chosen = read_prompts(prompts, limit=limit) if prompts else prompts_of(PROMPTS, limit=limit)
     place = _place(dtype, device, implementation, threads, trust_remote_code)
     bundle = Bundle.load(model, drafter, candidates=candidates, **place)
-    rule = bundle.scheduler(scheduler, verify_len=verify_len, threshold=threshold)
+    rule = bundle.scheduler(scheduler, **scheduling, sampling=sampling)
     info = bundle.target.info
     other: Peer | None = None
     if peer == "transformers":
@@ -504,6 +522,84 @@ def audit(
     place = _place(dtype, device, implementation, threads, trust_remote_code)
     if not audit_cli.run(options, place, json_file=json_file):
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="The calibration's file.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option("--prompts", help="JSONL with `turns` or `prompt`, may be repeated; default: built-in prompts."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts per domain; default: all.")] = None,
+    model: Model = "smollm2",
+    drafter: DrafterSpec = "default",
+    temperature: Temperature = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    candidates: Candidates = 64,
+    sglang: SglangFile = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    implementation: Implementation = "auto",
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Make a drafter's confidences true: play prompts at full length, fit on some, judge on the others."""
+    from dspark import calibrate_cli
+    from dspark.core import SamplingParams
+
+    calibrate_cli.run(
+        out,
+        model=model,
+        drafter=drafter,
+        prompts=prompts or (),
+        limit=limit,
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
+        max_new_tokens=max_new_tokens,
+        candidates=candidates,
+        sglang=sglang,
+        place=_place(dtype, device, implementation, threads, trust_remote_code),
+    )
+
+
+@app.command("profile")
+def profile_costs(
+    out: Annotated[Path, typer.Option(help="The profile's file.")],
+    model: Model = "smollm2",
+    drafter: DrafterSpec = "default",
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a step; default: four requests with whole blocks.")
+    ] = None,
+    contexts: Annotated[str, typer.Option(help="Committed tokens behind each request: a curve each.")] = "128,1024",
+    requests: Annotated[str, typer.Option(help="Numbers of requests to time drafting for.")] = "1,2,4",
+    repeats: Annotated[int, typer.Option(min=1, help="Passes behind every median.")] = 7,
+    candidates: Candidates = 64,
+    sglang: SglangFile = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    implementation: Implementation = "auto",
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Measure what a step costs for every number of tokens, and drafting, on this machine."""
+    from dspark import profile_cli
+
+    profile_cli.run(
+        out,
+        model=model,
+        drafter=drafter,
+        max_tokens=max_tokens,
+        contexts=profile_cli.read_numbers(contexts, name="contexts"),
+        requests=profile_cli.read_numbers(requests, name="requests"),
+        repeats=repeats,
+        candidates=candidates,
+        sglang=sglang,
+        place=_place(dtype, device, implementation, threads, trust_remote_code),
+    )
 
 
 @app.command()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dspark.errors import RequestError
+from dspark.core import SamplingParams
+from dspark.errors import ConfigError, RequestError
+from dspark.models.drafter import Drafter
 from dspark.models.target import Target
 
 
@@ -18,27 +21,102 @@ def profile_sps(
 ) -> Float[Tensor, "max_tokens_plus_1"]:
     """Measure the target's steps per second for 1..``max_tokens`` tokens of one request behind ``context`` others.
 
-    Returns [max_tokens + 1] in float64, entry 0 unused (0): the SPS table of single-request scheduling. Each entry is a
-    median of ``repeats`` passes, taken in rounds over all sizes so that a slow moment spoils no single one. Raises
-    :class:`RequestError` if context and tokens exceed the target's limit.
+    Returns [max_tokens + 1] in float64, entry 0 unused (0): the SPS table of single-request scheduling. A context that
+    does not fit the target's limit is shortened. Raises :class:`RequestError` if the tokens alone do not fit.
     """
     context = min(context, target.info.max_len - max_tokens)
-    if context < 1:
+    seconds = step_seconds(
+        target, max_tokens=max_tokens, tokens_per_request=max_tokens, context=context, repeats=repeats
+    )
+    return torch.tensor([0.0, *(1.0 / each for each in seconds)], dtype=torch.float64)
+
+
+def step_seconds(
+    target: Target,
+    *,
+    max_tokens: int,
+    tokens_per_request: int,
+    context: int,
+    repeats: int,
+    taps: Sequence[int] = (),
+) -> list[float]:
+    """Median seconds of a step with 1, 2, ..., ``max_tokens`` tokens behind ``context`` committed ones per request.
+
+    A step's tokens are dealt evenly to as few requests as hold ``tokens_per_request`` each. Each figure is a median of
+    ``repeats`` passes, taken in rounds over all sizes so that a slow moment spoils no single one. Raises
+    :class:`RequestError` if context and tokens exceed the target's limit, :class:`ConfigError` for a count under 1.
+    """
+    for name, value in (("max_tokens", max_tokens), ("tokens_per_request", tokens_per_request), ("repeats", repeats)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be 1 or more")
+    if context < 1 or context + min(tokens_per_request, max_tokens) > target.info.max_len:
         raise RequestError(
-            f"max_len {target.info.max_len} of {target.info.name} leaves no room to profile {max_tokens}"
+            f"max_len {target.info.max_len} of {target.info.name} leaves no room to profile "
+            f"{min(tokens_per_request, max_tokens)} tokens behind a context of {context}"
         )
-    memory = target.new_memory(rows=1, max_len=context + max_tokens)
+    requests = -(-max_tokens // tokens_per_request)
+    memory = target.new_memory(rows=requests, max_len=context + min(tokens_per_request, max_tokens))
     ids = torch.arange(context + max_tokens, device=target.info.device) % target.info.vocab_size
-    target.forward(ids[:context], memory, want_logits=False)
+    for row in range(requests):
+        target.forward(ids[:context], memory, rows=(row,), want_logits=False)
     seconds: dict[int, list[float]] = {size: [] for size in range(1, max_tokens + 1)}
     for repeat in range(repeats + 1):
         for size, times in seconds.items():
+            counts = _dealt(size, -(-size // tokens_per_request))
+            rows = range(len(counts))
             start = time.perf_counter()
-            output = target.forward(ids[context : context + size], memory)
+            output = target.forward(ids[context : context + size], memory, rows=rows, counts=counts, taps=taps)
             if output.logits is not None:
                 output.logits[-1].argmax().item()  # waits for the device
             if repeat > 0:  # the first round warms up
                 times.append(time.perf_counter() - start)
-            memory.rollback(0, context)
-    rates = [0.0, *(1.0 / statistics.median(times) for times in seconds.values())]
-    return torch.tensor(rates, dtype=torch.float64)
+            for row in rows:
+                memory.rollback(row, context)
+    return [statistics.median(times) for times in seconds.values()]
+
+
+def draft_seconds(
+    target: Target, drafter: Drafter, *, requests: Sequence[int], context: int, repeats: int
+) -> list[float]:
+    """Median seconds to draft a block for each number of ``requests`` behind ``context`` tokens, and to take in a
+    round's outcome (the anchor and one draft) afterwards, as the loop counts it.
+
+    Drafters propose for one request at a time, so that is what many requests cost. Raises :class:`ConfigError` for a
+    number under 1, :class:`RequestError` if the context and the rounds played exceed the target's limit.
+    """
+    if not requests or min(requests) < 1:
+        raise ConfigError(f"requests is {list(requests)}; give numbers of 1 or more")
+    played = 2 * (repeats + 1) * len(requests)  # tokens that each state takes in on the way
+    if context < 2 or context + played + drafter.block_size > target.info.max_len:
+        raise RequestError(
+            f"max_len {target.info.max_len} of {target.info.name} leaves no room to profile drafting behind a context "
+            f"of {context}; shorten it or take fewer repeats"
+        )
+    room = context + played + drafter.block_size
+    ids = torch.arange(room, device=target.info.device) % target.info.vocab_size
+    memory = target.new_memory(rows=1, max_len=context)
+    features = target.forward(ids[:context], memory, taps=drafter.taps, want_logits=False).features
+    last = None if features is None else features[-2:]
+    states = [drafter.open(max_len=room) for _ in range(max(requests))]
+    for state in states:
+        drafter.extend(state, ids[:context], features)
+    sampling, generator = SamplingParams(temperature=1.0), torch.Generator().manual_seed(0)
+    seconds: dict[int, list[float]] = {count: [] for count in requests}
+    for repeat in range(repeats + 1):
+        for count, times in seconds.items():
+            start = time.perf_counter()
+            for state in states[:count]:
+                proposal = drafter.propose(
+                    state, int(ids[context]), sampling=sampling, generator=generator, limit=drafter.block_size
+                )
+                drafter.extend(state, ids[context : context + 2], last)
+            proposal.draft_tokens.tolist()  # waits for the device
+            if repeat > 0:
+                times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds.values()]
+
+
+def _dealt(tokens: int, requests: int) -> list[int]:
+    """``tokens`` dealt to ``requests`` as evenly as they go."""
+    each, more = divmod(tokens, requests)
+    return [each + (i < more) for i in range(requests)]

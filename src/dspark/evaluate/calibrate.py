@@ -1,0 +1,91 @@
+"""Fits a calibration on recorded rounds and judges it on others.
+
+Rounds of one prompt resemble each other, so prompts are dealt out, not rounds: every second one is held out for the
+judgement. A drafter without a confidence head takes a third share, for its estimator, so that temperatures are not
+fitted on the rounds that the estimator knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from dspark.errors import DataError
+from dspark.evaluate.recorder import PlayedRounds
+from dspark.maths.calibration import RoundOutcomes, SlotQuality, fit_temperatures, judge, scaled, summarise
+from dspark.maths.estimator import Estimator, fit_estimator
+
+LEAST_ROUNDS = 100  # in each share
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fitted:
+    """A calibration and what it does to rounds that it was not fitted on."""
+
+    sts_temperatures: Float[np.ndarray, "block"]
+    estimator: Estimator | None  # None: the drafter has a confidence head
+    fitted_rounds: int
+    held_out_rounds: int
+    before: list[SlotQuality]  # per position; of the estimator's raw output if there is one
+    after: list[SlotQuality]
+
+    def lines(self) -> list[str]:
+        """The judgement as text: a line per position and one for all."""
+        rows = [*enumerate(zip(self.before, self.after, strict=True)), ("all", self.totals)]
+        head = f"{'position':>8} {'rounds':>7} {'T':>6} {'ECE':>7} {'after':>7} {'AUC':>6} {'after':>6} {'survival':>8}"
+        shown = [head]
+        for name, (raw, mended) in rows:
+            temperature = f"{self.sts_temperatures[name]:.2f}" if isinstance(name, int) else ""
+            shown.append(
+                f"{name!s:>8} {raw.count:>7} {temperature:>6} {raw.ece:>7.2%} {mended.ece:>7.2%} "
+                f"{raw.auc:>6.3f} {mended.auc:>6.3f} {raw.label:>8.3f}"
+            )
+        return shown
+
+    @property
+    def totals(self) -> tuple[SlotQuality, SlotQuality]:
+        """All positions together, before and after."""
+        return summarise(self.before), summarise(self.after)
+
+
+def fit(played: PlayedRounds, *, has_confidence: bool) -> Fitted:
+    """Estimator where needed, temperatures, and the judgement, each on its own prompts.
+
+    Raises :class:`DataError` if a share has fewer than 100 rounds.
+    """
+    shares = 2 if has_confidence else 3
+    of_share = [played.take(played.prompt % shares == share) for share in range(shares)]
+    if (least := min(len(share.outcomes) for share in of_share)) < LEAST_ROUNDS:
+        raise DataError(
+            f"a share of the prompts has {least} rounds; {LEAST_ROUNDS} are needed in each of {shares}: "
+            "give more prompts or raise --max-new-tokens"
+        )
+    *learning, held_out = of_share
+    estimator = None
+    if not has_confidence:
+        first = learning[0]
+        estimator = fit_estimator(first.features, first.outcomes.lengths, first.outcomes.accepted)
+    known, judged = (_with_confidence(share, estimator) for share in (learning[-1], held_out))
+    temperatures = fit_temperatures(known)
+    return Fitted(
+        sts_temperatures=temperatures,
+        estimator=estimator,
+        fitted_rounds=sum(len(share.outcomes) for share in learning),
+        held_out_rounds=len(judged),
+        before=judge(judged),
+        after=judge(judged.replaced(scaled(judged.confidence, temperatures))),
+    )
+
+
+def _with_confidence(played: PlayedRounds, estimator: Estimator | None) -> RoundOutcomes:
+    if estimator is None:
+        return played.outcomes
+    return played.outcomes.replaced(estimator.confidence(played.features))
+
+
+def quality_fields(slots: list[SlotQuality]) -> tuple[dict[str, Any], ...]:
+    """Judgements for JSON, which has no nan: null there."""
+    return tuple({k: None if v != v else v for k, v in asdict(slot).items()} for slot in slots)
