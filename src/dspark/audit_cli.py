@@ -185,7 +185,7 @@ class _Pair:
 def variants_of(bundle: Bundle, spec: str) -> Iterator[Variant]:
     """The ways of running a pair: as given, and whatever else its drafter can do."""
     drafter, target = bundle.drafter, bundle.target
-    yield Variant(name=drafter.name, drafter=drafter)
+    yield Variant(name="as given", drafter=drafter)
     if spec != "ngram":
         yield Variant(name="full vocabulary", drafter=load_drafter(spec, target, candidates=0))
     if drafter.has_confidence:
@@ -313,17 +313,17 @@ def _print_sampled(out: Console, part: SampledPart) -> None:
             str(case.context_tokens),
             str(case.trials),
             f"{case.accepted:.2f}/{case.verified:.2f}",
-            " ".join(f"{test.fit.p_value:.2g}" for test in case.tests),
-            " ".join(f"{test.detectable:.3f}" for test in case.tests),
+            *(f"{test.fit.p_value:.1g}" for test in case.tests),
+            f"{max(test.detectable for test in case.tests):.3f}",
             f"{case.checks - case.mismatches}/{case.checks}",
         )
         for case in part.cases
     ]
     title = (
-        f"Sampled, {part.dtype}: chi-square of the first 1, 2 and 3 tokens; a shift by `seen` is caught with chance "
+        f"Sampled, {part.dtype}: chi-square of the first 1, 2 and 3 tokens; a shift by `seen` shows with chance "
         f"{config.power:g}, a false alarm in any test has chance {config.alpha:g} (Holm, {part.level:.1e} a test)"
     )
-    _table(out, title, ("way", "context", "trials", "accepted", "p", "seen", "plain runs"), rows)
+    _table(out, title, ("way", "context", "trials", "accepted", "p1", "p2", "p3", "seen", "plain"), rows)
     for control in part.controls:
         word = "caught" if control.caught else "NOT CAUGHT"
         out.print(

@@ -123,10 +123,10 @@ def sampled_cases(
     others = [v for v in variants[1:] if not quick or v.rule != main.rule]
     cases += [case(v.name, v, drafts=short if v.rule == "token" else v.drafter.block_size) for v in others]
     deeper = contexts[1:] if not quick else contexts[1:][-1:]
-    cases += [case(f"{main.name}, {len(context)} tokens deep", context=context) for context in deeper]
+    cases += [case(f"{main.name}, {len(context)} deep", context=context) for context in deeper]
     if not quick:
         free = SamplingParams(temperature=sampling.temperature)
-        cases.append(replace(cases[0], name=f"{main.name}, prefill's token too", from_prefill=True))
+        cases.append(replace(cases[0], name=f"{main.name}, from the prefill", from_prefill=True))
         cases.append(replace(cases[0], name=f"{main.name}, unfiltered", sampling=free))
         penalties = replace(sampling, repetition_penalty=1.2, presence_penalty=0.2)
         cases.append(replace(cases[0], name=f"{main.name}, penalties", sampling=penalties))
