@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from tiny_chat import MAX_LEN, save_chat_model
 from typer.testing import CliRunner, Result
 
 import dspark.answers_cli as answers_cli
-from dspark.answers_cli import progress_text
+from dspark.answers_cli import AnswersConfig, progress_text, run_remote
 from dspark.artifacts import read_jsonl
 from dspark.chat import ChatFormat
 from dspark.cli import app
+from dspark.core import SamplingParams
 from dspark.data.answer_file import AnswerFile
 from dspark.data.samples import read_prompts, read_samples
+from dspark.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def test_an_interrupted_run_goes_on_to_the_same_answers(
     out, add = tmp_path / "answers.jsonl", AnswerFile.add
 
     def interrupted_at_the_third(file: AnswerFile, *arguments: object) -> None:
-        if len(file.done) == 2:
+        if file.answers == 2:
             raise KeyboardInterrupt
         add(file, *arguments)
 
@@ -94,6 +99,111 @@ def test_a_limit_takes_the_first_prompts_and_more_may_follow(model: Path, prompt
     assert [(row["id"], row["sample"]) for row in rows_of(out)] == [(f"p{i}", s) for i in range(3) for s in (0, 1)]
 
 
+def test_further_turns_follow_and_a_file_may_be_extended_by_them(model: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    assert run(model, prompts, out, "--max-new-tokens", "40").exit_code == 0
+    first = rows_of(out)
+    done = run(model, prompts, out, "--max-new-tokens", "40", "--turns", "3")
+    assert done.exit_code == 0, (done.output, done.exception)
+    rows = rows_of(out)
+    assert [row for row in rows if "turn" not in row] == first
+    later = [row for row in rows if row.get("turn")]
+    assert {row["turn"] for row in later} <= {1} and "turn 2: " in done.stderr
+    assert {row["id"] for row in later} == {row["id"] for row in first if row["finish_reason"] == "stop"}
+    refused = run(model, prompts, out, "--max-new-tokens", "40", "--turns", "2")
+    assert refused.exit_code == 2 and "turns is 2, but" in refused.stderr
+
+
+def test_template_options_are_settings_of_the_file(model: Path, prompts: Path, tmp_path: Path) -> None:
+    from dspark.answers_cli import template_options
+
+    assert template_options(["a=1", "b=x y", 'c="z"'], False) == {
+        "enable_thinking": False,
+        "a": 1,
+        "b": "x y",
+        "c": "z",
+    }
+    assert template_options([], None) == {}
+    for wrong in (["a"], ["=1"], ["a=1", "a=2"]):
+        with pytest.raises(ConfigError, match="template option"):
+            template_options(wrong, None)
+    done = run(model, prompts, tmp_path / "answers.jsonl", "--no-thinking")
+    assert done.exit_code == 2 and "'enable_thinking', which the model's chat template does not read" in done.stderr
+
+
+# --- servers ---------------------------------------------------------------------------------------------------------
+
+
+def run_server(
+    model: Path, prompts: Path, out: Path, handler: Callable[[dict], httpx.Response], **changes: Any
+) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "served"}]})
+        return handler(json.loads(request.content))
+
+    config = AnswersConfig(
+        prompts=(prompts,), out=out, model=str(model), sampling=SamplingParams(temperature=1.0), **changes
+    )
+    run_remote(config, url="http://there", name=None, concurrency=2, transport=httpx.MockTransport(handle))
+
+
+def completion(text: str, reason: str = "stop") -> httpx.Response:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
+    return httpx.Response(200, json={"choices": [choice]})
+
+
+def test_a_server_answers_turn_by_turn(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, chat = tmp_path / "answers.jsonl", ChatFormat.from_folder(model)
+
+    def handler(body: dict) -> httpx.Response:
+        assert body["model"] == "served"
+        words = body["messages"][-1]["content"]
+        if words.startswith("xxx"):
+            return httpx.Response(400, text="too long")
+        return completion(f"about {words}", "length" if words == "number 4" else "stop")
+
+    run_server(model, prompts, out, handler, turns=2)
+    rows = {(row["id"], row.get("turn", 0)): row for row in read_jsonl(out)}
+    assert set(rows) == {(f"p{i}", turn) for i in range(6) for turn in (0, 1)} - {("p4", 1)}
+    assert rows["p1", 1]["answer"] == "about and then?" and rows["p4", 0]["finish_reason"] == "length"
+    said = capsys.readouterr()
+    assert "1 prompts refused by the server: long (status 400: too long)" in said.err
+    assert "11 answers, 11 of them new" in said.err and "11 answers came as text" in said.err
+    fields = json.loads((tmp_path / "answers.jsonl.manifest.json").read_text())["fields"]
+    assert (fields["drawn_by"], fields["turns"], fields["template_options"]) == ("served", 2, {})
+    samples = read_samples([out], read_prompts([prompts]), chat, max_tokens=999)
+    ids = {sample.id: sample for sample in samples}
+    text = chat.decode(ids["p1#0.1"].token_ids.tolist(), skip_special_tokens=False)
+    assert "about number 1<|im_end|>" in text and text.endswith("about and then?<|im_end|>")
+    run_server(model, prompts, out, lambda body: httpx.Response(400, text="only the long one is asked"), turns=2)
+    assert len(list(read_jsonl(out))) == 11
+
+
+def test_a_servers_file_is_not_ours(model: Path, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    run_server(model, prompts, out, lambda body: completion("x"), limit=1, max_new_tokens=7)
+    done = run(model, prompts, out)
+    assert done.exit_code == 2 and "drawn_by is 'dspark'" in done.stderr
+
+
+def test_the_command_asks_the_server(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(answers_cli, "run_remote", lambda config, **options: asked.append((config, options)))
+    done = run(model, prompts, tmp_path / "a.jsonl", "--server", "http://there", "--concurrency", "5")
+    assert done.exit_code == 0, (done.output, done.exception)
+    (config, options), *_ = asked
+    assert config.sampling.seed == 4 and config.max_new_tokens == 7 and options["concurrency"] == 5
+    assert options["url"] == "http://there" and options["name"] is None
+    monkeypatch.undo()
+    failed = run(model, prompts, tmp_path / "a.jsonl", "--server", "there:80", "--served-model", "m")
+    assert failed.exit_code == 2 and "must begin with http" in failed.stderr
+
+
 def test_mistakes_end_in_one_line(model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.jsonl"
 
@@ -107,7 +217,7 @@ def test_mistakes_end_in_one_line(model: Path, prompts: Path, tmp_path: Path) ->
     assert "--rows" in complaint("--rows", "0")
     assert "nowhere.jsonl" in complaint(prompts=tmp_path / "nowhere.jsonl")
     (tmp_path / "odd.jsonl").write_text('{"id": "a", "turns": ["x"]}\n{"id": "b"}\n')
-    assert "odd.jsonl:2: a prompt needs" in complaint(prompts=tmp_path / "odd.jsonl")
+    assert "odd.jsonl:2: a prompt needs `turns`" in complaint(prompts=tmp_path / "odd.jsonl")
     assert not out.exists()
     assert run(model, prompts, out, "--limit", "1").exit_code == 0
     assert "min_p is 0.1" in complaint("--min-p", "0.1")

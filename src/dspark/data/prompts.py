@@ -67,11 +67,11 @@ def read_prompts(paths: Iterable[str | Path]) -> dict[str, Prompt]:
 
 
 def add_prompt(prompts: dict[str, Prompt], prompt: Prompt) -> None:
-    """Add to ``prompts``; raise :class:`DataError` if its id asks for something else there."""
+    """Add to ``prompts``, unless it is there; raise :class:`DataError` if its id asks for something else there."""
     before = prompts.get(prompt["id"])
     if before is not None and (before["turns"], before.get("system")) != (prompt["turns"], prompt.get("system")):
         raise DataError(f"id {prompt['id']!r} was given before with other turns; give every prompt an id of its own")
-    prompts[prompt["id"]] = prompt
+    prompts.setdefault(prompt["id"], prompt)
 
 
 def read_hub(name: str, *, split: str = "train", limit: int | None = None) -> Iterator[dict[str, Any]]:
