@@ -190,14 +190,14 @@ def renamed(sample: Sample) -> Sample:
     ("change", "field"),
     [
         ({"form": table_form("small")}, "form"),
-        ({"samples": table_samples(6)}, "num_samples"),
-        ({"samples": [*table_samples(6), renamed(table_samples()[6])]}, "samples_sha256"),
+        ({"samples": table_samples(6)}, "the samples"),
+        ({"samples": [*table_samples(6), renamed(table_samples()[6])]}, "the samples"),
         ({"shard_bytes": 900}, "num_shards|shard_bytes"),
     ],
 )
 def test_another_build_in_the_same_folder_is_refused_by_field(tmp_path: Path, change: dict, field: str) -> None:
     table_build(tmp_path, table_form("deepspec"), table_samples()).run(table_target(), world=2)
-    with pytest.raises(ConfigError, match=rf"^({field}) is .* was begun with"):
+    with pytest.raises(ConfigError, match=rf"^({field}) .* was begun with"):
         table_build(tmp_path, **{"form": table_form("deepspec"), "samples": table_samples(), **change})
 
 

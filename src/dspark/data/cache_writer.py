@@ -54,6 +54,10 @@ from dspark.models.target import Target
 SHARD_BYTES = 256 << 20  # small, so that a kill costs little; DeepSpec's own writer takes 64 GiB
 RESERVE_BYTES = 1 << 30  # left free on the disk
 OTHERS = "choose another folder"
+MEANINGS = {  # fields whose values tell a user nothing
+    "samples_sha256": "the samples (answers, prompts, max_tokens or chat template)",
+    "draft_ids_sha256": "the tokens of the draft vocabulary (draft_vocab, held_out, answers or initialise)",
+}
 
 
 class CacheBuild:
@@ -90,11 +94,11 @@ class CacheBuild:
         described = form.manifest(num_samples=len(samples), num_shards=len(self.shards), extra={})
         self.fields: Fields = {
             "form": form.name,
+            "samples_sha256": hashlib.sha256(self._lines.encode()).hexdigest(),
             **{name: value for name, value in described.items() if name not in ("shards", "kind", "version")},
             "target": identity_fields(identity),
             "dtype": dtype,
             "shard_bytes": shard_bytes,
-            "samples_sha256": hashlib.sha256(self._lines.encode()).hexdigest(),
         }
         self._check_folder()
 
@@ -152,6 +156,10 @@ class CacheBuild:
         begun = begun if isinstance(begun, dict) else {}
         for name, value in self.fields.items():
             if begun.get(name) != value:
+                if name in MEANINGS:
+                    raise ConfigError(
+                        f"{MEANINGS[name]} are not what {self.folder} was begun with; give the same, or {OTHERS}"
+                    )
                 raise ConfigError(
                     f"{name} is {value!r}, but {self.folder} was begun with {begun.get(name)!r}; give the same, or "
                     f"{OTHERS}"
