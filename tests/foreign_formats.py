@@ -18,6 +18,7 @@ from torch import Tensor
 VOCAB, HIDDEN, LAYERS = 12, 8, 6
 HEADS, KV_HEADS, HEAD_DIM, MLP = 2, 1, 4, 10
 TAPS, MASK, BLOCK, RANK = [0, 2, 4], 11, 3, 3
+GELU = "gelu_pytorch_tanh"
 DRAFT_IDS = [0, 1, 4, 5, 9, 11]  # target ids of a reduced vocabulary
 QWEN3 = {
     "model_type": "qwen3",
@@ -204,6 +205,17 @@ def speculators_eagle3() -> Foreign:
     return Foreign(config, tensors)
 
 
+def speculators_eagle31() -> Foreign:
+    """What speculators trains by default since EAGLE 3.1, here with its embedding trained too."""
+    made = speculators_eagle3()
+    make = Maker(1)
+    make.add("embed_tokens.weight", VOCAB, HIDDEN)
+    make.add("input_norm.weight", 3 * HIDDEN)
+    config = {**made.config, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+    config |= {"fc_norm": False, "embed_requires_grad": True}
+    return Foreign(config, {**made.tensors, **make.tensors})
+
+
 def specforge() -> Foreign:
     """SpecForge's DSpark."""
     made = deepspec()
@@ -224,6 +236,42 @@ def zlab(*, nested_block: bool = False) -> Foreign:
     nested: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": TAPS}
     (nested if nested_block else config)["block_size"] = 16
     return Foreign({**config, "dflash_config": nested}, made.tensors)
+
+
+def deepspec_gemma4_eagle3() -> Foreign:
+    """DeepSpec's Eagle3 for Gemma 4: four norms, a scalar, and keys that serve as values."""
+    make = Maker()
+    make.add("fc.weight", HIDDEN, 5 * HIDDEN)
+    make.layer("layers.0", inputs=2 * HIDDEN)
+    del make.tensors["layers.0.self_attn.v_proj.weight"]
+    for name in ("hidden_norm", "pre_feedforward_layernorm", "post_feedforward_layernorm"):
+        make.add(f"layers.0.{name}.weight", HIDDEN)
+    make.tensors["layers.0.layer_scalar"] = torch.ones(1).bfloat16()
+    make.add("norm.weight", HIDDEN)
+    config = {k: v for k, v in QWEN3.items() if k not in ("hidden_act", "rope_theta", "rope_scaling", "head_dim")}
+    turning = {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6}
+    config |= {"architectures": ["Gemma4Eagle3Model"], "model_type": "gemma4_text", "hidden_activation": GELU}
+    config |= {"head_dim": 2, "global_head_dim": HEAD_DIM, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
+    config |= {"attention_k_eq_v": True, "final_logit_softcapping": 30.0, "sliding_window": 16}
+    config |= {"rope_parameters": {"full_attention": turning, "sliding_attention": {"rope_type": "default"}}}
+    config |= {"num_hidden_layers": 1, "draft_num_hidden_layers": 1, "num_target_layers": LAYERS}
+    config |= {"layer_types": ["full_attention"], "ttt_length": 4, "target_layer_ids": [0, 1, 2, 3, 4]}
+    return Foreign(config, make.tensors)
+
+
+def sglang_eagle31() -> Foreign:
+    """EAGLE 3.1: each tap through a norm of its own, and normed states fed back."""
+    made = sglang_eagle3()
+    tensors = {**made.tensors, **{f"fc_norm.{i}.weight": torch.full((HIDDEN,), 1.0 + i).bfloat16() for i in range(3)}}
+    return Foreign({**made.config, "fc_norm": True, "norm_output": True, "final_logit_softcapping": 20.0}, tensors)
+
+
+def nvidia_eagle3() -> Foreign:
+    """The same layout as NVIDIA writes it: the norm over all taps is named in ``eagle_config``."""
+    made = sglang_eagle3()
+    tensors = {**made.tensors, "input_norm.weight": torch.linspace(0.5, 1.5, 3 * HIDDEN).bfloat16()}
+    eagle = {**made.config["eagle_config"], "norm_before_fc": True, "return_hidden_post_norm": True}
+    return Foreign({**made.config, "eagle_config": eagle}, tensors)
 
 
 def sglang_eagle3() -> Foreign:
@@ -248,12 +296,15 @@ MADE: dict[str, tuple[str, str, Callable[[], Foreign]]] = {  # name -> its forma
     "deepspec-rnn": ("deepspec", "dspark", lambda: deepspec("rnn")),
     "deepspec-dflash": ("deepspec", "dflash", deepspec_dflash),
     "deepspec-eagle3": ("deepspec", "eagle3", deepspec_eagle3),
+    "deepspec-gemma4-eagle3": ("deepspec", "eagle3", deepspec_gemma4_eagle3),
     "speculators": ("speculators", "dspark", speculators),
     "speculators-given": ("speculators", "dspark", lambda: speculators(anchored=False)),
     "speculators-dflash": ("speculators", "dflash", speculators_dflash),
     "speculators-eagle3": ("speculators", "eagle3", speculators_eagle3),
+    "speculators-eagle31": ("speculators", "eagle3", speculators_eagle31),
     "specforge": ("specforge", "dspark", specforge),
     "zlab": ("zlab", "dflash", zlab),
     "zlab-nested": ("zlab", "dflash", lambda: zlab(nested_block=True)),
     "sglang-eagle3": ("sglang-eagle3", "eagle3", sglang_eagle3),
+    "sglang-eagle31": ("sglang-eagle3", "eagle3", sglang_eagle31),
 }

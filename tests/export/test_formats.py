@@ -8,14 +8,28 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import TableTarget
-from foreign_formats import BLOCK, DRAFT_IDS, HIDDEN, LAYERS, MADE, MASK, TAPS, VOCAB, Foreign
+from foreign_formats import (
+    BLOCK,
+    DRAFT_IDS,
+    HIDDEN,
+    LAYERS,
+    MADE,
+    MASK,
+    TAPS,
+    VOCAB,
+    Foreign,
+    nvidia_eagle3,
+    sglang_eagle3,
+)
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from dspark.core import SamplingParams
 from dspark.decode import generate
 from dspark.errors import CheckpointError, ConfigError
+from dspark.export.form import EAGLE3_NORMS
 from dspark.export.formats import FORMATS, format_named, layout_of, open_folder, read_checkpoint, write_checkpoint
+from dspark.models.chain_drafter import Eagle3Drafter
 from dspark.models.draft_config import DraftConfig
 from dspark.models.drafter import NoDrafter
 from dspark.models.eagle3 import Eagle3Config
@@ -79,6 +93,9 @@ REFUSALS = {
     ("sglang-eagle3", "dflash anchored"): "holds Eagle3 alone",
     ("sglang-eagle3", "dflash given"): "holds Eagle3 alone",
     ("sglang-eagle3", "eagle3 normed"): "qk_norm is true",
+    ("sglang-eagle3", "eagle3 residual"): "norm_before_residual is true",
+    ("sglang-eagle3", "eagle3 gemma4"): "layer_style is gemma4",
+    ("speculators", "eagle3 gemma4"): "layer_style is gemma4",
 }
 
 
@@ -86,7 +103,9 @@ def variety(checkpoint) -> str:  # type: ignore[no-untyped-def]
     config = checkpoint.config
     if checkpoint.kind in ("dspark", "dflash"):
         return f"{checkpoint.kind} {'anchored' if config.sample_from_anchor else 'given'}"
-    return "eagle3 normed" if config.qk_norm else "eagle3"
+    if config.layer_style == "gemma4":
+        return "eagle3 gemma4"
+    return "eagle3 normed" if config.qk_norm else "eagle3 residual" if config.norm_before_residual else "eagle3"
 
 
 @pytest.mark.parametrize("to", [form.name for form in FORMATS])
@@ -123,6 +142,42 @@ def test_conventions_are_translated(tmp_path: Path) -> None:
     assert read_checkpoint(made("speculators-eagle3", tmp_path / "f")).config.target_layer_ids == (1, 2, 3)
     native = read_checkpoint(made("deepspec-eagle3", tmp_path / "g")).config
     assert isinstance(native, Eagle3Config) and not native.own_head and native.block_size == 4
+
+
+def test_the_norms_of_published_eagle3_drafters_are_read(tmp_path: Path) -> None:
+    def norms(config: Eagle3Config) -> set[str]:
+        return {name for name in EAGLE3_NORMS if getattr(config, name)}
+
+    trained = read_checkpoint(made("speculators-eagle31", tmp_path / "a"))
+    assert isinstance(trained.config, Eagle3Config) and trained.config.own_embedding and trained.config.own_head
+    assert norms(trained.config) == {"norm_before_residual", "norm_before_fc", "norm_output"}
+    sglang = read_checkpoint(made("sglang-eagle31", tmp_path / "b")).config
+    assert isinstance(sglang, Eagle3Config) and norms(sglang) == {"fc_norm", "norm_output"}
+    assert sglang.own_head and sglang.final_soft_cap == 20.0  # SGLang caps a drafter's logits where its config says so
+    nvidia = nvidia_eagle3()
+    read = read_checkpoint(nvidia.save(tmp_path / "c"))
+    assert isinstance(read.config, Eagle3Config) and norms(read.config) == {"norm_before_fc", "norm_output"}
+    with pytest.raises(CheckpointError, match="norm_before_fc is true; SGLang"):
+        layout_of(read, format_named("sglang-eagle3"))
+    write_checkpoint(tmp_path / "d", read, format_named("speculators"))
+    assert read_checkpoint(tmp_path / "d").same_as(read)
+
+
+def test_an_embedding_apart_is_the_drafters_own_only_if_it_says_so(tmp_path: Path) -> None:
+    foreign = sglang_eagle3()
+    random = torch.Generator().manual_seed(1)
+    foreign.tensors["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN, generator=random).bfloat16()
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight are not those of table.*set own_embedding true"):
+        load_drafter(str(foreign.save(tmp_path / "a")), target())
+    foreign.config["own_embedding"] = True
+    drafter = load_drafter(str(foreign.save(tmp_path / "b")), target())
+    assert isinstance(drafter, Eagle3Drafter) and drafter.config.own_embedding
+    torch.testing.assert_close(drafter.embed(torch.tensor([5])), foreign.tensors["embed_tokens.weight"][5:6].float())
+    with pytest.raises(CheckpointError, match="own_embedding is true; SGLang"):
+        layout_of(read_checkpoint(tmp_path / "b"), format_named("sglang-eagle3"))
+    del foreign.tensors["embed_tokens.weight"]
+    with pytest.raises(CheckpointError, match="embedding of its own"):
+        read_checkpoint(foreign.save(tmp_path / "c"))
 
 
 def layout(name: str, to: str, folder: Path):  # type: ignore[no-untyped-def]

@@ -109,8 +109,20 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("vocabulary", "sglang-eagle3", lambda c, t: t["d2t"].add_(1), r"reaches target ids 1\.\.12"),
     ("vocabulary", "speculators", top(draft_vocab_size=VOCAB), "config wants"),
     # parts that are not ours
-    ("model", "speculators-eagle3", top(norm_before_residual=True), "norm_before_residual is True"),
-    ("model", "speculators-eagle3", top(norm_before_fc=True), "norm_before_fc is True"),
+    ("model", "speculators-eagle3", drop("norm_before_residual"), "norm_before_residual is missing"),
+    ("model", "speculators-eagle3", top(norm_before_fc=True), r"\['input_norm.weight'\].*norm_before_fc promises"),
+    ("model", "speculators-eagle31", top(norm_before_fc=False), "norm_before_fc is off although"),
+    ("model", "speculators-eagle31", top(fc_norm=True), "norm_before_fc and fc_norm are both true"),
+    ("model", "speculators-eagle31", lambda c, t: t.pop("embed_tokens.weight"), "embedding of its own"),
+    ("model", "speculators", top(norm_output=True), "norm_output is True"),
+    ("model", "sglang-eagle31", top(fc_norm=False), "fc_norm is off although"),
+    (
+        "model",
+        "sglang-eagle31",
+        lambda c, t: c["eagle_config"].update(norm_output=False),
+        "norm_output contradicts itself",
+    ),
+    ("model", "sglang-eagle3", top(bias=True), "bias is True"),
     ("model", "speculators-eagle3", layer_config("model_type", "mixtral"), "mixtral"),
     ("model", "speculators", layer_config("model_type", "llama"), "model_type is 'llama'"),
     ("model", "speculators", top(speculators_model_type="medusa"), "algorithm contradicts itself"),
@@ -128,7 +140,8 @@ CASES: list[tuple[str, str, Change, str]] = [
     ("model", "zlab", nested("conv_kernel_size", 4), "conv_kernel_size is 4"),
     ("model", "specforge", nested("attention_mode", "MLA"), "attention_mode is 'mla'"),
     ("model", "specforge", top(model_type="llama"), "model_type is 'llama'"),
-    ("model", "deepspec", top(architectures=["Gemma4Eagle3Model"]), "Gemma's layers are not supported"),
+    ("model", "deepspec-gemma4-eagle3", top(enable_moe_block=True), "enable_moe_block is True"),
+    ("model", "deepspec-gemma4-eagle3", top(attention_k_eq_v=False), "missing tensors.*v_proj"),
     ("model", "deepspec", top(hidden_size="8"), "wrong type"),
     ("model", "zlab", top(dflash_config="none"), "must hold an object"),
     ("model", "zlab", lambda c, t: t.update(extra=torch.zeros(1)), r"unknown tensors \['extra'\]"),
@@ -169,11 +182,15 @@ def test_an_early_specforge_config_is_told_by_its_projector(tmp_path: Path) -> N
     assert open_folder(foreign.save(tmp_path / "d")).format.name == "specforge"
 
 
-def test_sglangs_default_taps_are_those_of_its_engine(tmp_path: Path) -> None:
+def test_default_taps_of_eagle3_are_those_of_the_engines(tmp_path: Path) -> None:
     foreign = MADE["sglang-eagle3"][2]()
     del foreign.config["eagle_config"]
     foreign.config["num_target_layers"] = 28
     assert read_checkpoint(foreign.save(tmp_path / "d")).config.target_layer_ids == (1, 13, 24)
+    foreign = MADE["speculators-eagle31"][2]()
+    foreign.config["eagle_aux_hidden_state_layer_ids"] = None
+    foreign.config["transformer_layer_config"]["num_target_layers"] = 28
+    assert read_checkpoint(foreign.save(tmp_path / "e")).config.target_layer_ids == (1, 13, 24)
 
 
 def test_copies_are_refused_where_a_format_has_no_place_for_them(tmp_path: Path) -> None:

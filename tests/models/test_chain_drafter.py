@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fakes import TableTarget
-from models.test_chain import SHAPE, model
+from models.test_chain import KINDS, SHAPE, model
 from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
@@ -21,7 +21,7 @@ from dspark.models.mtp import MTPModel
 
 VOCAB, HIDDEN, GAMMA, ANCHOR = SHAPE["vocab_size"], SHAPE["hidden_size"], 4, 7
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.9)
-KINDS = ["eagle3", "eagle3 without q/k norms", "eagle3 with its own head", "mtp"]
+FEW = ["eagle3", "mtp"]
 
 
 def target(max_len: int = 4200) -> TableTarget:
@@ -29,8 +29,6 @@ def target(max_len: int = 4200) -> TableTarget:
 
 
 def made(kind: str, **changes: object) -> ChainModel:
-    if kind == "eagle3 with its own head":
-        kind, changes = "eagle3", {"own_head": True, **changes}
     found = model(kind, **{"block_size": GAMMA, "max_position_embeddings": 4200, **changes}).float()
     if found.d2t is not None:
         ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[: len(found.d2t)].sort().values
@@ -38,11 +36,11 @@ def made(kind: str, **changes: object) -> ChainModel:
     return found
 
 
-def drafter(found: ChainModel, table: TableTarget, *, candidates: int = 0) -> ChainDrafter:
+def drafter(found: ChainModel, table: TableTarget, *, candidates: int = 0, native: bool = True) -> ChainDrafter:
     if isinstance(found, MTPModel):
-        return MTPDrafter(found, table, candidates=candidates)
+        return MTPDrafter(found, table, candidates=candidates, native=native)
     assert isinstance(found, Eagle3Model)
-    return Eagle3Drafter(found, table, candidates=candidates)
+    return Eagle3Drafter(found, table, candidates=candidates, native=native)
 
 
 def prompt(tokens: int) -> tuple[Tensor, Tensor]:
@@ -72,13 +70,12 @@ def trained_logits(found: ChainModel, table: TableTarget, tokens: int, drafts: T
     ids, features = prompt(tokens)
     known = torch.cat((ids, torch.tensor([ANCHOR]), drafts))
     width = found.config.feature_size
-    steps = table.embed(known[tokens : tokens + len(drafts)])
-    batch = ChainBatch(
-        features[:, :width], table.embed(known[1 : tokens + 1]), [tokens], torch.tensor([tokens - 1]), steps[None], [1]
-    )
+    embed = table.embed if found.own_embedding() is None else found.embed
     head = found.own_head()
     weight = table.head_weight()[found.draft_token_ids()] if head is None else head.weight
     with torch.no_grad():
+        nexts, steps = embed(known[1 : tokens + 1]), embed(known[tokens : tokens + len(drafts)])
+        batch = ChainBatch(features[:, :width], nexts, [tokens], torch.tensor([tokens - 1]), steps[None], [1])
         logits = found(batch)[0] @ weight.T
     cap = found.config.final_soft_cap
     return cap * torch.tanh(logits / cap) if cap else logits
@@ -127,7 +124,7 @@ def test_drafting_leaves_the_context_as_it_was(kind: str) -> None:
     torch.testing.assert_close(once.distribution.probs, again.distribution.probs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize("candidates", [0, 5, 17, 99])
 @pytest.mark.parametrize("draft_vocab", [None, 17])
 def test_distributions_name_their_support_and_sum_to_one(kind: str, candidates: int, draft_vocab: int | None) -> None:
@@ -157,7 +154,7 @@ def test_a_limit_shortens_the_block_and_does_not_change_it() -> None:
     assert propose(one, state, SAMPLED, limit=0).block == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 def test_past_its_own_context_limit_it_drafts_less_and_then_stops(kind: str) -> None:
     """The row of the anchor is one before its position, so the last row that has a rotary angle drafts once more."""
     one = drafter(made(kind, max_position_embeddings=20), target())
@@ -165,7 +162,7 @@ def test_past_its_own_context_limit_it_drafts_less_and_then_stops(kind: str) -> 
     assert blocks == [GAMMA, GAMMA, 3, 2, 1, 0, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW)
 @pytest.mark.parametrize(("draft_vocab", "candidates"), [(None, 0), (17, 4)])
 def test_greedy_output_with_drafts_is_the_targets_own(kind: str, draft_vocab: int | None, candidates: int) -> None:
     table = target(max_len=64)
@@ -215,6 +212,29 @@ def test_the_requests_rules_are_mirrored_row_by_row(draft_vocab: int | None) -> 
         expected = torch.zeros(VOCAB)
         expected[ids] = target_probs(row[None], SAMPLED)[0]
         torch.testing.assert_close(drawn.distribution.dense(k, VOCAB), expected, rtol=2e-4, atol=2e-5)
+
+
+NATIVE_SHAPE = {"hidden_size": 32, "head_dim": 32, "intermediate_size": 48}  # of which compiled operations exist
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 without q/k norms", "eagle3.1", "gemma eagle3", "mtp"])
+def test_compiled_operations_draft_as_the_plain_ones_do(kind: str) -> None:
+    table = TableTarget(vocab_size=VOCAB, order=2, hidden_size=32, max_len=64)
+    found = made(kind, **NATIVE_SHAPE)
+    plain, fast = (drafter(found, table, native=native) for native in (False, True))
+    assert not plain.native and not (fast.native and kind.startswith("gemma"))
+    if not fast.native and not kind.startswith("gemma"):
+        pytest.skip("no compiled operations here: no C compiler, or DSPARK_NATIVE=0")
+    drawn = []
+    for one in (plain, fast):
+        state, random = one.open(max_len=40), torch.Generator().manual_seed(3)
+        features = torch.randn(20, 32 * len(one.taps), generator=random)
+        ids = torch.randint(VOCAB, (20,), generator=random)
+        for part in (slice(0, 15), slice(15, 20)):
+            one.extend(state, ids[part], features[part])
+        drawn.append(propose(one, state, SAMPLED))
+    assert torch.equal(drawn[0].draft_tokens, drawn[1].draft_tokens)
+    torch.testing.assert_close(drawn[0].distribution.probs, drawn[1].distribution.probs, rtol=1e-4, atol=1e-6)
 
 
 def test_another_targets_drafter_and_bad_candidates_are_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.errors import CheckpointError, ConfigError
-from dspark.export.form import without_copies
+from dspark.export.form import Format, without_copies
 from dspark.export.formats import Opened, format_named, layout_of, open_folder, read_checkpoint, write_checkpoint
 from dspark.export.inspection import problems_with
 from dspark.export.target_facts import TargetFacts
@@ -30,7 +30,8 @@ def convert_folder(
 
     ``target`` is the model it was trained for: it is checked against, and named in formats that do so.
     ``with_embeddings`` stores copies of the target's embedding and head (its rows of the draft vocabulary), for engines
-    that do not share the target's; otherwise copies are left out. Raises :class:`CheckpointError` if the source is
+    that do not share the target's; otherwise copies are left out, but for the head's rows of a reduced vocabulary in
+    formats whose engines cannot take them from the target. Raises :class:`CheckpointError` if the source is
     damaged, does not fit, or the format has no place for it, before anything is written.
     """
     form = format_named(to)
@@ -43,6 +44,9 @@ def convert_folder(
     dropped = sorted(opened.checkpoint.tensors.keys() - result.tensors.keys())
     if with_embeddings and target is not None:
         result, dropped = with_copies(result, target), []
+    elif form.wants_head_rows:
+        result = _with_head_rows(result, target, form)
+        dropped = [name for name in dropped if name not in result.tensors]
     layout_of(result, form)
     fields: dict[str, Any] = {
         "source": source.name,
@@ -65,10 +69,24 @@ def _named(checkpoint: Checkpoint, target: TargetFacts | None) -> Checkpoint:
 
 def with_copies(checkpoint: Checkpoint, target: TargetFacts) -> Checkpoint:
     """The checkpoint with copies of the target's embedding and head, as they are stored there."""
-    copies = {EMBEDDING: target.embedding}
-    if HEAD not in wanted_tensors(checkpoint.config):  # a head of the drafter's own stays
+    own = wanted_tensors(checkpoint.config)  # what is the drafter's own stays
+    copies = {} if EMBEDDING in own else {EMBEDDING: target.embedding}
+    if HEAD not in own:
         copies[HEAD] = target.head[draft_token_ids(checkpoint)]
     return replace(checkpoint, tensors={**checkpoint.tensors, **copies})
+
+
+def _with_head_rows(checkpoint: Checkpoint, target: TargetFacts | None, form: Format) -> Checkpoint:
+    """The checkpoint with the target's rows of a reduced vocabulary, where its head is not stored."""
+    if checkpoint.config.draft_vocab_size is None or HEAD in checkpoint.tensors:
+        return checkpoint
+    if target is None:
+        raise CheckpointError(
+            f"the drafter uses the target's head over a reduced vocabulary, and {form.title} wants those rows stored; "
+            "name the target with --target"
+        )
+    rows = target.head[draft_token_ids(checkpoint)]
+    return replace(checkpoint, tensors={**checkpoint.tensors, HEAD: rows})
 
 
 def _verify(out: Path, wanted: Checkpoint) -> None:

@@ -2,10 +2,10 @@
 target's.
 
 Architectures: ``Qwen3DSparkModel`` and ``Gemma4DSparkModel``, for DFlash as well (rank 0 and no confidence head, so the
-fields decide, not the name); ``Qwen3Eagle3Model``. MTP drafters are stored alike, under a name of our own. DeepSpec
-stores copies of the target's embedding and head; SGLang and vLLM take the target's where they are missing, and vLLM
-reads ``d2t`` as ``draft_id_to_target_id``. Exports of SpecForge that were renamed for SGLang keep some fields in
-``dflash_config``: they are found there, and refused if they contradict the top.
+fields decide, not the name); ``Qwen3Eagle3Model`` and ``Gemma4Eagle3Model``. MTP drafters are stored alike, under names
+of our own. DeepSpec stores copies of the target's embedding and head; SGLang and vLLM take the target's where they are
+missing, and vLLM reads ``d2t`` as ``draft_id_to_target_id``. Exports of SpecForge that were renamed for SGLang keep
+some fields in ``dflash_config``: they are found there, and refused if they contradict the top.
 
 Source: DeepSpec ``deepspec/modeling/{dspark,eagle3}/*/config.py``, SpecForge
 ``scripts/gates/normalize_dflash_export.py``.
@@ -37,24 +37,18 @@ from dspark.models.eagle3 import Eagle3Config
 from dspark.models.mtp import MTPConfig
 
 BLOCKS = tuple(ARCHITECTURES.values())
-KNOWN = (*BLOCKS, Eagle3Config.ARCHITECTURE, MTPConfig.ARCHITECTURE)
-REFUSED = ("Gemma4Eagle3Model",)
+KNOWN = (*BLOCKS, *Eagle3Config.ARCHITECTURES.values(), *MTPConfig.ARCHITECTURES.values())
 NESTED: tuple[str, ...] = ("block_size", "mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type")
 NESTED += ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
 
 
 def recognises(data: Json) -> bool:
-    return "speculators_model_type" not in data and any(name in (*KNOWN, *REFUSED) for name in names(data))
+    return "speculators_model_type" not in data and any(name in KNOWN for name in names(data))
 
 
 def read(layout: Layout, context: Context) -> Layout:
     """Check the conventions that a DeepSpec config states, and gather its fields at the top."""
     data = {key: value for key, value in layout.data.items() if key != "dflash_config"}
-    if any(name in REFUSED for name in names(data)):
-        raise CheckpointError(
-            f"{context.where}: architectures is {names(data)}; Eagle3 drafters with Gemma's layers are not supported, "
-            "train one with `dspark train --drafter eagle3`"
-        )
     if any(name in BLOCKS for name in names(data)):
         nested = section(layout.data, "dflash_config")
         _check_projector(layout.data, nested, context)

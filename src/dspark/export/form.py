@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dspark.errors import CheckpointError
 from dspark.models.checkpoint import HEAD, SHARED_WITH_TARGET, Checkpoint, check_vocabulary, wanted_tensors
+from dspark.models.drafter_shape import DrafterShape
 
 Json = dict[str, Any]  # Any: whatever JSON holds
 SECTIONS = ("dflash_config", "dspark_config", "eagle_config", "speculators_config", "transformer_layer_config")
@@ -49,6 +50,7 @@ class Format:
     title: str
     layer_ids: str  # what the format's layer ids count
     stores_copies: bool  # whether its files may hold copies of the target's embedding and head
+    wants_head_rows: bool = False  # whether engines need the head's rows of a reduced vocabulary in the file
     recognises: Callable[[Json], bool]
     read: Callable[[Layout, Context], Layout]
     write: Callable[[Layout, Checkpoint], Layout]
@@ -139,6 +141,27 @@ def from_aux_ids(aux: Sequence[int], num_layers: int, context: Context, *, key: 
 def to_aux_ids(ids: Sequence[int]) -> list[int]:
     """Indices into ``hidden_states`` of DeepSpec's layer ids."""
     return [k + 1 for k in ids]
+
+
+# --- Eagle3 -----------------------------------------------------------------------------------------------------------
+
+
+# Fields of Eagle3Config that all layouts name alike.
+EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def default_eagle3_ids(num_layers: int) -> list[int]:
+    """What engines tap where a file says nothing: inputs of layers 2, L/2 and L - 3, as outputs of those before."""
+    return [1, num_layers // 2 - 1, num_layers - 4]
+
+
+def refuse_gemma_layers(config: DrafterShape, title: str) -> None:
+    """Raise :class:`CheckpointError` for a drafter with Gemma's layers, where no engine has such."""
+    if config.layer_style == "gemma4":
+        raise CheckpointError(
+            f"layer_style is gemma4; {title} knows Eagle3 drafters with Llama's and Qwen3's layers alone: keep to "
+            "deepspec"
+        )
 
 
 # --- the draft vocabulary --------------------------------------------------------------------------------------------

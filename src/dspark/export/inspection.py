@@ -9,7 +9,7 @@ from typing import Any
 
 from dspark.errors import CheckpointError, ModelError
 from dspark.export.deepspec import dtype_name
-from dspark.export.form import to_aux_ids, without_copies
+from dspark.export.form import EAGLE3_NORMS, to_aux_ids, without_copies
 from dspark.export.formats import Opened, open_folder
 from dspark.export.target_facts import TargetFacts
 from dspark.models.checkpoint import Checkpoint, check_mask, check_shared, misfits
@@ -110,6 +110,9 @@ def _conventions(opened: Opened) -> dict[str, Any]:
         facts["block_slots"] = config.block_inputs
         facts["sample_from_anchor"] = config.sample_from_anchor
         facts["mask_token_id"] = config.mask_token_id
+    if isinstance(config, Eagle3Config):
+        facts["norms"] = [name for name in EAGLE3_NORMS if getattr(config, name)]
+    facts["layer_style"] = config.layer_style
     layers = [k for k in ids if k != FINAL]
     return facts | {
         "target_layer_ids": layers,
@@ -130,4 +133,6 @@ def _heads(checkpoint: Checkpoint) -> list[str]:
             heads.append(f"confidence head of {inputs}")
     if isinstance(config, Eagle3Config) and config.own_head:
         heads.append("language-model head of its own")
+    if isinstance(config, Eagle3Config) and config.own_embedding:
+        heads.append("embedding of its own")
     return heads

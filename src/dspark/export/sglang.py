@@ -1,27 +1,35 @@
 """EAGLE3 as its authors store it and SGLang reads it: one Llama layer called ``midlayer``, a head of the drafter's own.
 
-Tensors: ``fc``, ``norm``, ``lm_head``, ``d2t``, ``t2d`` and ``midlayer.*``; SGLang passes over names it does not know,
-so norms on q and k, which its layer lacks, would be lost without a word, and are refused here when writing. Layer ids
-are outputs of decoder layers (SGLang adds one itself); without any the authors' default of three is meant. How many
-tokens to draft is the server's choice, so the layout does not say; we write ``ttt_length`` beside it.
+Tensors: ``fc``, ``norm``, ``lm_head``, ``d2t``, ``t2d`` and ``midlayer.*``, in EAGLE 3.1 ``fc_norm.*`` besides. Other
+engines read more from the same layout (NVIDIA's drafters have ``norm_before_fc`` in ``eagle_config``), and so do we.
+But SGLang passes over names it does not know and always takes the target's embedding, so what it would lose without a
+word is refused here when writing. Layer ids are outputs of decoder layers (SGLang adds one itself); without any the
+authors' default of three is meant. How many tokens to draft is the server's choice, so the layout does not say; we
+write ``ttt_length`` beside it.
 
-Source: SGLang ``srt/models/llama_eagle3.py`` and ``set_eagle3_layers_to_capture``; SpecForge ``configs/*-eagle3.json``.
+A stored embedding is a copy of the target's, unless ``own_embedding``, a field of ours, says otherwise.
+
+Source: SGLang ``srt/models/llama_eagle3.py`` and ``set_eagle3_layers_to_capture``; vLLM pull requests 42143 and 42764;
+TensorRT-LLM pull request 14988; SpecForge ``configs/*-eagle3.json``.
 """
 
 from __future__ import annotations
 
 from dspark.errors import CheckpointError
 from dspark.export.form import (
+    EAGLE3_NORMS,
     Context,
     Format,
     Json,
     Layout,
     agreed,
     check_layer_ids,
+    default_eagle3_ids,
     has_own_head,
     names,
     read_draft_vocab,
     refuse,
+    refuse_gemma_layers,
     require,
     section,
     target_layers,
@@ -35,8 +43,9 @@ from dspark.models.eagle3 import Eagle3Config
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 OURS, THEIRS = "layers.0.", "midlayer."
 IDS = "eagle_aux_hidden_state_layer_ids"
-OTHER_MODEL: Json = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "num_hidden_layers": 1}
-OTHER_MODEL |= {"model_type": "llama", "mlp_bias": False}
+OTHER_MODEL: Json = {"num_hidden_layers": 1, "model_type": "llama", "mlp_bias": False, "bias": False}
+OTHER_MODEL |= {"logit_scale": 1.0, "use_aux_norm": False, "eh_proj_before_attn": False}
+LOST = ("qk_norm", "norm_before_residual", "norm_before_fc", "own_embedding")  # what SGLang's layer does without
 _ELSEWHERE = ("architectures", "model_type", "target_layer_ids", "qk_norm", "draft_num_hidden_layers", "layer_types")
 
 
@@ -61,27 +70,28 @@ def read(layout: Layout, context: Context) -> Layout:
         name.replace(THEIRS, OURS, 1) if name.startswith(THEIRS) else name: t for name, t in layout.tensors.items()
     }
     vocabulary = read_draft_vocab(data, tensors)
-    own_head = has_own_head(data, tensors, vocabulary)
     native = {
         **data,
-        "architectures": [Eagle3Config.ARCHITECTURE],
+        "architectures": [Eagle3Config.ARCHITECTURES["qwen3"]],
         "num_target_layers": layers,
-        "target_layer_ids": check_layer_ids(told or default_ids(layers), layers, context),
+        "target_layer_ids": check_layer_ids(told or default_eagle3_ids(layers), layers, context),
         "num_key_value_heads": data.get("num_key_value_heads") or heads,
         "head_dim": data.get("head_dim") or data["hidden_size"] // heads,
         "draft_vocab_size": vocabulary,
         "qk_norm": f"{OURS}self_attn.q_norm.weight" in tensors,
-        "own_head": own_head,
-        "final_logit_softcapping": None if own_head else data.get("final_logit_softcapping"),
+        "own_head": has_own_head(data, tensors, vocabulary),
+        **_norms(data, eagle, context),
         "ttt_length": data.get("ttt_length") or Eagle3Config.block_size,
     }
     kept = {key: value for key, value in native.items() if value is not None and key != "eagle_config"}
     return Layout(kept, without_t2d(tensors, data["vocab_size"], context))
 
 
-def default_ids(num_layers: int) -> list[int]:
-    """What engines tap where a file says nothing: inputs of layers 2, L/2 and L - 3, as outputs of those before."""
-    return [1, num_layers // 2 - 1, num_layers - 4]
+def _norms(data: Json, eagle: Json, context: Context) -> Json:
+    """The norms that the drafter has; the top names them or ``eagle_config`` does."""
+    eagle = {**eagle, "norm_output": eagle.get("norm_output", eagle.get("return_hidden_post_norm"))}  # TensorRT-LLM's
+    places = {"the top": data, "eagle_config": eagle}
+    return {name: bool(agreed(places, name, context)) for name in EAGLE3_NORMS}
 
 
 def write(layout: Layout, checkpoint: Checkpoint) -> Layout:
@@ -89,17 +99,20 @@ def write(layout: Layout, checkpoint: Checkpoint) -> Layout:
     config = checkpoint.config
     if not isinstance(config, Eagle3Config):
         raise CheckpointError(f"the drafter is {checkpoint.kind}; this layout holds Eagle3 alone")
-    if config.qk_norm:
-        raise CheckpointError(
-            "qk_norm is true; SGLang's Eagle3 layer has no norms on q and k and would leave them out without a word: "
-            "train with qk_norm false, or convert to speculators"
-        )
+    refuse_gemma_layers(config, "SGLang")
+    for name in LOST:
+        if getattr(config, name):
+            raise CheckpointError(
+                f"{name} is true; SGLang's Eagle3 would leave that out without a word: train with {name} false, or "
+                "convert to speculators"
+            )
     require_head(config, checkpoint, "SGLang")
     data = {key: value for key, value in layout.data.items() if key not in (*_ELSEWHERE, "block_size")}
     data |= {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "draft_vocab_size": config.output_size,
+        "final_logit_softcapping": config.final_soft_cap or None,
         "eagle_config": {IDS: list(config.target_layer_ids), "use_aux_hidden_state": True},
     }
     tensors = {
@@ -113,6 +126,7 @@ FORMAT = Format(
     title="EAGLE3 (SGLang)",
     layer_ids="outputs of decoder layers",
     stores_copies=True,
+    wants_head_rows=True,
     recognises=recognises,
     read=read,
     write=write,

@@ -8,7 +8,13 @@ refused. ``block_size`` counts slots: one more than ours where the anchor's pred
 Nested configs leave out whatever equals the default of their class in transformers; it is filled in from there. We add
 ``num_target_layers`` to the nested config, which speculators passes over.
 
-Source: speculators ``models/{dspark,dflash,eagle3}/config.py``, pull requests 753 and 760, vLLM issue 56792.
+Eagle3. An embedding that was trained (``embed_requires_grad``) is the drafter's own, any other a copy of the target's.
+``norm_before_residual`` must be there: the class's default is false, that of vLLM's reader true. No engine caps the
+logits of these drafters; a cap, which moves no argmax, stays as a field of ours. Without layer ids the authors' default
+of three is meant.
+
+Source: speculators ``models/{dspark,dflash,eagle3}/config.py``, pull requests 610, 670, 753 and 760, vLLM issue 56792
+and ``transformers_utils/configs/speculators/algos.py``.
 """
 
 from __future__ import annotations
@@ -17,15 +23,18 @@ from typing import Any
 
 from dspark.errors import CheckpointError
 from dspark.export.form import (
+    EAGLE3_NORMS,
     Context,
     Format,
     Json,
     Layout,
     agreed,
+    default_eagle3_ids,
     from_aux_ids,
     has_own_head,
     read_draft_vocab,
     refuse,
+    refuse_gemma_layers,
     require,
     section,
     target_layers,
@@ -51,13 +60,8 @@ DEFAULTED: tuple[str, ...] = (
     "num_attention_heads",
 )
 DEFAULTED += ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act")
-FOREIGN: Json = {
-    "projector_type": "dflash",
-    "draft_adapter_rank": 0,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-}
-FOREIGN |= {"fc_norm": False, "embed_requires_grad": False}
+FOREIGN: Json = {"projector_type": "dflash", "draft_adapter_rank": 0}  # values that change nothing
+NOT_IN_BLOCKS: Json = {name: False for name in (*EAGLE3_NORMS, "embed_requires_grad")}
 
 
 def recognises(data: Json) -> bool:
@@ -79,21 +83,22 @@ def read(layout: Layout, context: Context) -> Layout:
         raise CheckpointError(
             f"{context.where}: speculators_model_type is {algorithm!r}; supported: {', '.join(CLASSES)}"
         )
-    require(data, (NESTED, AUX[algorithm]), context)
-    refuse(data, FOREIGN, context, why="the drafter computes something that is not supported here")
+    chain = algorithm == "eagle3"
+    require(data, (NESTED,) if chain else (NESTED, AUX[algorithm]), context)
+    harmless = FOREIGN if chain else FOREIGN | NOT_IN_BLOCKS
+    refuse(data, harmless, context, why="the drafter computes something that is not supported here")
     native = _with_defaults(section(data, NESTED), context)
     refuse(data, {"target_hidden_size": native["hidden_size"]}, context, why="its states have another width")
     layers = target_layers(native, context)
+    aux = data.get(AUX[algorithm]) or to_aux_ids(default_eagle3_ids(layers))
     native |= {
         "num_target_layers": layers,
-        "target_layer_ids": from_aux_ids(data[AUX[algorithm]], layers, context, key=AUX[algorithm]),
+        "target_layer_ids": from_aux_ids(aux, layers, context, key=AUX[algorithm]),
         "draft_vocab_size": read_draft_vocab({**native, **data}, layout.tensors),
         **_target(data),
     }
     tensors = without_t2d(layout.tensors, native["vocab_size"], context)
-    native |= (
-        _read_chain(data, native, tensors, context) if algorithm == "eagle3" else _read_block(data, native, context)
-    )
+    native |= _read_chain(data, native, tensors, context) if chain else _read_block(data, native, context)
     return Layout({key: value for key, value in native.items() if value is not None}, tensors)
 
 
@@ -142,15 +147,22 @@ def _sample_from_anchor(data: Json, context: Context) -> bool:
 
 def _read_chain(data: Json, nested: Json, tensors: Json, context: Context) -> Json:
     """Fields of an Eagle3 drafter; Llama's layers have no norms on q and k."""
+    if data.get("norm_before_residual") is None:
+        raise CheckpointError(
+            f"{context.where}: norm_before_residual is missing; speculators' own class takes it for false and vLLM's "
+            "reader for true: add to config.json what the drafter was trained with"
+        )
     kind = nested.get("model_type", "llama")
     if kind not in ("llama", "qwen3"):
         raise CheckpointError(f"{context.where}: {NESTED}.model_type is {kind!r}; supported: llama, qwen3")
     own_head = has_own_head(nested, tensors, nested["draft_vocab_size"])
     return {
-        "architectures": [Eagle3Config.ARCHITECTURE],
+        "architectures": [Eagle3Config.ARCHITECTURES["qwen3"]],
         "block_size": nested.get("block_size") or _speculative_tokens(data) or Eagle3Config.block_size,
         "qk_norm": nested.get("qk_norm", kind == "qwen3"),
         "own_head": own_head,
+        "own_embedding": bool(data.get("embed_requires_grad")),
+        **{name: bool(data.get(name)) for name in EAGLE3_NORMS},
         "final_logit_softcapping": None if own_head else nested.get("final_logit_softcapping"),
     }
 
@@ -233,7 +245,7 @@ def write(layout: Layout, checkpoint: Checkpoint) -> Layout:
 
 
 _ELSEWHERE: tuple[str, ...] = ("architectures", "target_layer_ids", "draft_vocab_size", "target_model_name_or_path")
-_ELSEWHERE += ("target_architectures", "torch_dtype", "ttt_length", "draft_num_hidden_layers")
+_ELSEWHERE += ("target_architectures", "torch_dtype", "ttt_length", "draft_num_hidden_layers", "own_embedding")
 
 
 def _write_block(config: DraftConfig, algorithm: str) -> Json:
@@ -241,7 +253,7 @@ def _write_block(config: DraftConfig, algorithm: str) -> Json:
         "block_size": config.block_inputs,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": True,  # no layer slides; vLLM reads false as: every layer is causal
     }
     if algorithm == "dspark":
         fields |= {key: getattr(config, key) for key in HEADS}
@@ -249,8 +261,10 @@ def _write_block(config: DraftConfig, algorithm: str) -> Json:
 
 
 def _write_chain(config: Eagle3Config, checkpoint: Checkpoint) -> Json:
+    refuse_gemma_layers(config, "speculators")
     require_head(config, checkpoint, "speculators")
-    return {"norm_before_residual": False}
+    norms = {name: getattr(config, name) for name in EAGLE3_NORMS}
+    return norms | {"embed_requires_grad": config.own_embedding}
 
 
 def require_head(config: Eagle3Config, checkpoint: Checkpoint, title: str) -> None:
@@ -267,6 +281,7 @@ FORMAT = Format(
     title="speculators (vLLM)",
     layer_ids="indices of hidden_states (0: the embedding)",
     stores_copies=True,
+    wants_head_rows=True,
     recognises=recognises,
     read=read,
     write=write,

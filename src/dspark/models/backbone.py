@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dspark.models.draft_config import DraftConfig
+from dspark.models.drafter_shape import DrafterShape
 from dspark.models.heads import ConfidenceHead, SequentialHead, make_head
 
 
@@ -95,21 +96,45 @@ class Tables:
     context: Float[Tensor, "two context head_dim"]
 
 
-class DraftAttention(nn.Module):
-    """Attention over [context ; own block]; keys and values of both come from the same projections."""
+class HeadProjections(nn.Module):
+    """Queries, keys and values of a draft layer's attention, and the way back; they read ``inputs`` channels."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DrafterShape, *, inputs: int | None = None, qk_norm: bool = True) -> None:
         super().__init__()
         d, h = config.hidden_size, config.head_dim
+        inputs = inputs or d
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, h
         self.scale, self.eps = config.attention_scale, config.rms_norm_eps
         self.norms_values = config.layer_style == "gemma4"
-        self.q_proj = nn.Linear(d, self.heads * h, bias=False)
-        self.k_proj = nn.Linear(d, self.kv_heads * h, bias=False)
-        self.v_proj = None if config.attention_k_eq_v else nn.Linear(d, self.kv_heads * h, bias=False)
+        self.q_proj = nn.Linear(inputs, self.heads * h, bias=False)
+        self.k_proj = nn.Linear(inputs, self.kv_heads * h, bias=False)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(inputs, self.kv_heads * h, bias=False)
         self.o_proj = nn.Linear(self.heads * h, d, bias=False)
-        self.q_norm = RMSNorm(h, config.rms_norm_eps)
-        self.k_norm = RMSNorm(h, config.rms_norm_eps)
+        self.q_norm = RMSNorm(h, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(h, config.rms_norm_eps) if qk_norm else None
+
+    def queries(
+        self, x: Float[Tensor, "rows inputs"], table: Float[Tensor, "two rows head_dim"]
+    ) -> Float[Tensor, "rows heads head_dim"]:
+        """Normed and rotated queries."""
+        q = linear(x, self.q_proj).unflatten(1, (self.heads, -1))
+        return rotate(q if self.q_norm is None else self.q_norm(q), table)
+
+    def keys_values(
+        self, x: Float[Tensor, "rows inputs"], table: Float[Tensor, "two rows head_dim"]
+    ) -> tuple[Float[Tensor, "rows kv_heads head_dim"], Float[Tensor, "rows kv_heads head_dim"]]:
+        """Normed and rotated keys, and values; Gemma norms values too, without a weight."""
+        raw = linear(x, self.k_proj).unflatten(1, (self.kv_heads, -1))
+        v = raw if self.v_proj is None else linear(x, self.v_proj).unflatten(1, (self.kv_heads, -1))
+        k = rotate(raw if self.k_norm is None else self.k_norm(raw), table)
+        return k, _rms(v, self.eps) if self.norms_values else v
+
+
+class DraftAttention(HeadProjections):
+    """Attention over [context ; own block]; keys and values of both come from the same projections."""
+
+    q_norm: RMSNorm
+    k_norm: RMSNorm
 
     def forward(
         self,
@@ -118,7 +143,7 @@ class DraftAttention(nn.Module):
         batch: BlockBatch,
         tables: Tables,
     ) -> Float[Tensor, "slots hidden"]:
-        q = rotate(self.q_norm(_linear(x, self.q_proj).unflatten(1, (self.heads, -1))), tables.slots)
+        q = self.queries(x, tables.slots)
         k, v = self.keys_values(x, tables.slots)
         k_ctx, v_ctx = self.keys_values(context, tables.context)
         size = x.shape[0] // max(1, batch.anchors.shape[0])
@@ -129,15 +154,7 @@ class DraftAttention(nn.Module):
             anchors = batch.anchors[block0 : block0 + blocks]
             outputs.append(block_attention(q[slots], k[slots], v[slots], k_ctx[ctx], v_ctx[ctx], anchors, self.scale))
             slot0, row0, block0 = slot0 + blocks * size, row0 + rows, block0 + blocks
-        return _linear(torch.cat(outputs), self.o_proj)
-
-    def keys_values(
-        self, x: Float[Tensor, "rows hidden"], table: Float[Tensor, "two rows head_dim"]
-    ) -> tuple[Float[Tensor, "rows kv_heads head_dim"], Float[Tensor, "rows kv_heads head_dim"]]:
-        """Normed and rotated keys, and values, of slots or context rows; Gemma norms values too, without a weight."""
-        raw = _linear(x, self.k_proj).unflatten(1, (self.kv_heads, -1))
-        v = raw if self.v_proj is None else _linear(x, self.v_proj).unflatten(1, (self.kv_heads, -1))
-        return rotate(self.k_norm(raw), table), _rms(v, self.eps) if self.norms_values else v
+        return linear(torch.cat(outputs), self.o_proj)
 
 
 def block_attention(
@@ -176,7 +193,7 @@ def block_attention(
 class DraftMLP(nn.Module):
     """activation(gate) * up, then down; the activation is silu, or the tanh form of gelu in Gemma's style."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DrafterShape) -> None:
         super().__init__()
         self.gelu = config.layer_style == "gemma4"
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -184,33 +201,29 @@ class DraftMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "slots hidden"]) -> Float[Tensor, "slots hidden"]:
-        gate = _linear(x, self.gate_proj)
+        gate = linear(x, self.gate_proj)
         gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
-        return _linear(gate * _linear(x, self.up_proj), self.down_proj)
+        return linear(gate * linear(x, self.up_proj), self.down_proj)
 
 
-class DraftLayer(nn.Module):
-    """Pre-norm decoder layer; the context passes through ``hidden_norm`` once, never through ``input_layernorm``."""
+class LayerBody(nn.Module):
+    """All of a pre-norm decoder layer but its attention."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DrafterShape) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(config)
         self.mlp = DraftMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self,
-        x: Float[Tensor, "slots hidden"],
-        context: Float[Tensor, "context hidden"],
-        batch: BlockBatch,
-        tables: Tables,
-    ) -> Float[Tensor, "slots hidden"]:
-        x = x + self.self_attn(self.input_layernorm(x), context, batch, tables)
+    def finish(
+        self, residual: Float[Tensor, "rows hidden"], attended: Float[Tensor, "rows hidden"]
+    ) -> Float[Tensor, "rows hidden"]:
+        """The layer's output, of what attention adds to the residual stream."""
+        x = residual + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class GemmaDraftLayer(DraftLayer):
+class GemmaBody(LayerBody):
     """Gemma 4's layer: what attention and feed-forward add is normed too, and the sum is scaled by a frozen number.
 
     Source: ``Gemma4TextDecoderLayer`` of transformers; DeepSpec ``Gemma4DSparkDecoderLayer``.
@@ -218,11 +231,26 @@ class GemmaDraftLayer(DraftLayer):
 
     layer_scalar: Tensor
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DrafterShape) -> None:
         super().__init__(config)
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("layer_scalar", torch.ones(1))
+
+    def finish(
+        self, residual: Float[Tensor, "rows hidden"], attended: Float[Tensor, "rows hidden"]
+    ) -> Float[Tensor, "rows hidden"]:
+        x = residual + self.post_attention_layernorm(attended)
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x * self.layer_scalar.to(x.dtype)
+
+
+class DraftLayer(LayerBody):
+    """Layer of a block drafter; the context passes through ``hidden_norm`` once, never through ``input_layernorm``."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.self_attn = DraftAttention(config)
 
     def forward(
         self,
@@ -231,9 +259,11 @@ class GemmaDraftLayer(DraftLayer):
         batch: BlockBatch,
         tables: Tables,
     ) -> Float[Tensor, "slots hidden"]:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), context, batch, tables))
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return x * self.layer_scalar.to(x.dtype)
+        return self.finish(x, self.self_attn(self.input_layernorm(x), context, batch, tables))
+
+
+class GemmaDraftLayer(DraftLayer, GemmaBody):
+    """The same in Gemma 4's style."""
 
 
 class DraftModel(nn.Module):
@@ -274,7 +304,7 @@ class DraftModel(nn.Module):
 
     def context(self, features: Float[Tensor, "context features"]) -> Float[Tensor, "context hidden"]:
         """C = RMSNorm(fc . F), shared by all layers."""
-        return self.hidden_norm(_linear(features, self.fc))
+        return self.hidden_norm(linear(features, self.fc))
 
     def _turns(self, positions: Int[Tensor, "rows"]) -> Float[Tensor, "two rows head_dim"]:
         config = self.config
@@ -306,7 +336,7 @@ class DraftModel(nn.Module):
         return self.norm(x).unflatten(0, (-1, slots))[:, slots - size :]
 
 
-def _linear(x: Float[Tensor, "rows inputs"], module: nn.Linear) -> Float[Tensor, "rows outputs"]:
+def linear(x: Float[Tensor, "rows inputs"], module: nn.Linear) -> Float[Tensor, "rows outputs"]:
     """Product in the dtype of the activations; masters may be finer, their gradients then arrive in the masters'
     dtype."""
     return F.linear(x, module.weight.to(x.dtype))

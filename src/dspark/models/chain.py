@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dspark.models.backbone import RMSNorm, rope_table, rotate
+from dspark.models.backbone import GemmaBody, HeadProjections, LayerBody, RMSNorm, linear, rope_table
 from dspark.models.chain_config import ChainConfig
 
 
@@ -42,62 +41,32 @@ class ChainBatch:
     chain_counts: Sequence[int]
 
 
-class ChainAttention(nn.Module):
-    """Causal attention whose queries, keys and values read inputs of any width."""
+class ChainLayer(LayerBody):
+    """The decoder layer of a chain; how its input comes about is the drafter's.
 
-    def __init__(self, config: ChainConfig, *, inputs: int, qk_norm: bool) -> None:
-        super().__init__()
-        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.heads, self.kv_heads = heads, kv_heads
-        self.q_proj = nn.Linear(inputs, heads * dim, bias=False)
-        self.k_proj = nn.Linear(inputs, kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(inputs, kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(heads * dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if qk_norm else None
+    ``inputs`` is the width of what attention reads; ``state_norm`` adds a norm of the state that it reads (Eagle3).
+    """
 
-    def queries(
-        self, x: Float[Tensor, "rows inputs"], table: Float[Tensor, "two rows head_dim"]
-    ) -> Float[Tensor, "rows heads head_dim"]:
-        q = linear(x, self.q_proj).unflatten(1, (self.heads, -1))
-        return rotate(q if self.q_norm is None else self.q_norm(q), table)
-
-    def keys_values(
-        self, x: Float[Tensor, "rows inputs"], table: Float[Tensor, "two rows head_dim"]
-    ) -> tuple[Float[Tensor, "rows kv_heads head_dim"], Float[Tensor, "rows kv_heads head_dim"]]:
-        k = linear(x, self.k_proj).unflatten(1, (self.kv_heads, -1))
-        v = linear(x, self.v_proj).unflatten(1, (self.kv_heads, -1))
-        return rotate(k if self.k_norm is None else self.k_norm(k), table), v
+    def __init__(self, config: ChainConfig, *, inputs: int, qk_norm: bool = True, state_norm: bool = False) -> None:
+        super().__init__(config)
+        self.self_attn = HeadProjections(config, inputs=inputs, qk_norm=qk_norm)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if state_norm else None
 
 
-class ChainMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: ChainConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows hidden"]:
-        return linear(F.silu(linear(x, self.gate_proj)) * linear(x, self.up_proj), self.down_proj)
+class GemmaChainLayer(ChainLayer, GemmaBody):
+    """The same in Gemma 4's style."""
 
 
-class ChainLayer(nn.Module):
-    """The decoder layer of a chain; how its input comes about is the drafter's."""
-
-    def __init__(self, config: ChainConfig, *, inputs: int, qk_norm: bool) -> None:
-        super().__init__()
-        self.self_attn = ChainAttention(config, inputs=inputs, qk_norm=qk_norm)
-        self.mlp = ChainMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+def make_layer(config: ChainConfig, *, inputs: int, qk_norm: bool = True, state_norm: bool = False) -> ChainLayer:
+    """The layer in the style that ``config`` names."""
+    style = GemmaChainLayer if config.layer_style == "gemma4" else ChainLayer
+    return style(config, inputs=inputs, qk_norm=qk_norm, state_norm=state_norm)
 
 
 class ChainModel(nn.Module, ABC):
     """All parameters of a chain drafter; a subclass says what the layer reads.
 
-    The embedding stays the target's. So does the head, unless :meth:`own_head` gives one.
+    Embedding and head stay the target's unless :meth:`own_embedding` or :meth:`own_head` gives one.
     """
 
     def __init__(self, config: ChainConfig, layer: ChainLayer) -> None:
@@ -128,6 +97,27 @@ class ChainModel(nn.Module, ABC):
         """The drafter's own trained head; None where the target's is shared."""
         return None
 
+    def own_embedding(self) -> nn.Embedding | None:
+        """The drafter's own trained embedding; None where the target's is shared."""
+        return None
+
+    def embed(self, token_ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
+        """The drafter's own embedding of tokens, scaled where the style scales; only where it has one."""
+        embedding = self.own_embedding()
+        assert embedding is not None, "the embedding is the target's"
+        return embedding(token_ids) * self.embedding_scale
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on an embedding of the drafter's own: Gemma's models scale theirs by the root of the width."""
+        return self.config.hidden_size**0.5 if self.config.layer_style == "gemma4" else 1.0
+
+    def next_state(
+        self, states: Float[Tensor, "rows hidden"], normed: Float[Tensor, "rows hidden"]
+    ) -> Float[Tensor, "rows hidden"]:
+        """The state that the next step starts from, of the layer's output before and after the last norm."""
+        return states
+
     @property
     def layer(self) -> ChainLayer:
         layer = self.layers[0]
@@ -157,14 +147,16 @@ class ChainModel(nn.Module, ABC):
             if j > 0:  # the keys of step 0 are among the rows
                 k, v = layer.self_attn.keys_values(x, table)
                 k_own, v_own = torch.cat((k_own, k[:, None]), 1), torch.cat((v_own, v[:, None]), 1)
-            seen = _attend(layer.self_attn.queries(x, table), k_rows, v_rows, k_own, v_own, batch)
-            middle = residual + linear(seen, layer.self_attn.o_proj)
-            states = middle + layer.mlp(layer.post_attention_layernorm(middle))
+            q = layer.self_attn.queries(x, table)
+            seen = _attend(q, k_rows, v_rows, k_own, v_own, batch, scale=layer.self_attn.scale)
+            states = layer.finish(residual, linear(seen, layer.self_attn.o_proj))
             outputs.append(self.norm(states))
+            states = self.next_state(states, outputs[-1])
         return torch.stack(outputs, 1)
 
     def _table(self, positions: Int[Tensor, "rows"]) -> Float[Tensor, "two rows head_dim"]:
-        return rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        return rope_table(positions, config.head_dim, config.rope_theta, config.partial_rotary_factor)
 
 
 def _attend(
@@ -174,13 +166,16 @@ def _attend(
     k_own: Float[Tensor, "chains steps kv_heads head_dim"],
     v_own: Float[Tensor, "chains steps kv_heads head_dim"],
     batch: ChainBatch,
+    *,
+    scale: float,
 ) -> Float[Tensor, "chains width"]:
     """:func:`chain_attention` of every sequence."""
     outputs, chain0, row0 = [], 0, 0
     for rows, chains in zip(batch.row_counts, batch.chain_counts, strict=True):
         own, seen = slice(chain0, chain0 + chains), slice(row0, row0 + rows)
+        starts = batch.starts[own]
         outputs.append(
-            chain_attention(q[own], k_rows[seen], v_rows[seen], k_own[own], v_own[own], starts=batch.starts[own])
+            chain_attention(q[own], k_rows[seen], v_rows[seen], k_own[own], v_own[own], starts=starts, scale=scale)
         )
         chain0, row0 = chain0 + chains, row0 + rows
     return torch.cat(outputs)
@@ -194,6 +189,7 @@ def chain_attention(
     v_own: Float[Tensor, "chains steps kv_heads head_dim"],
     *,
     starts: Int[Tensor, "chains"],
+    scale: float,
 ) -> Float[Tensor, "chains width"]:
     """Attention of one step of one sequence's chains: row i is visible iff i <= start, and the chain's own later steps.
 
@@ -203,7 +199,7 @@ def chain_attention(
     chains, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[:2]
     groups = heads // kv_heads
-    q = q.view(chains, kv_heads, groups, dim).transpose(0, 1) * dim**-0.5  # kv_heads chains groups dim
+    q = q.view(chains, kv_heads, groups, dim).transpose(0, 1) * scale  # kv_heads chains groups dim
     seen = q.reshape(kv_heads, chains * groups, dim) @ k_rows.permute(1, 2, 0)
     seen = seen.view(kv_heads, chains, groups, rows)
     later = torch.arange(rows, device=q.device) > starts[:, None]
@@ -213,9 +209,3 @@ def chain_attention(
     out = probs[..., :rows].reshape(kv_heads, chains * groups, rows) @ v_rows.transpose(0, 1)
     out = out.view(kv_heads, chains, groups, dim) + probs[..., rows:] @ v_own.permute(2, 0, 1, 3)
     return out.transpose(0, 1).reshape(chains, heads * dim)
-
-
-def linear(x: Float[Tensor, "rows inputs"], module: nn.Linear) -> Float[Tensor, "rows outputs"]:
-    """Product in the dtype of the activations; masters may be finer, their gradients then arrive in the masters'
-    dtype."""
-    return F.linear(x, module.weight.to(x.dtype))

@@ -1,6 +1,7 @@
 """Chain drafters in decoding: drafts left to right, one run of the layer each (Eagle3, MTP).
 
-With n tokens that the target has run (the anchor, token n, is not among them), what is held per request is:
+With n tokens that the target has run (the anchor, token n, is not among them), what is held per request is one row of
+a :class:`LeanMemory`:
 
     | range of a request's cache  | owner                                                                       |
     |-----------------------------|-----------------------------------------------------------------------------|
@@ -9,7 +10,8 @@ With n tokens that the target has run (the anchor, token n, is not among them), 
 
 A row pairs the target's states at token i with the embedding of token i + 1, so the newest committed token's states
 wait in ``last`` for the anchor. Rows of drafts are made from the drafter's own states; once their tokens are
-committed, `extend` makes them anew from the target's.
+committed, `extend` makes them anew from the target's. Between the products of a step run the small operations of the
+lean decoder (:mod:`dspark.models.plain`, :mod:`dspark.models.native`).
 """
 
 from __future__ import annotations
@@ -27,24 +29,28 @@ from dspark.core import DraftDistribution, Proposal, SamplingParams
 from dspark.errors import ConfigError
 from dspark.maths.sampling import draw, target_probs
 from dspark.maths.shaping import Shaper
-from dspark.models.backbone import rope_table
+from dspark.models import backbone
+from dspark.models.backbone import GemmaBody
 from dspark.models.chain import ChainModel
 from dspark.models.checkpoint import AnyConfig, check_fits
+from dspark.models.draft_ops import Angles, decoder_config, draft_native_ops, load_layers
 from dspark.models.drafter import EMPTY
-from dspark.models.eagle3 import Eagle3Layer, Eagle3Model
+from dspark.models.eagle3 import Eagle3Model
+from dspark.models.lean_memory import LeanMemory
 from dspark.models.linear import Linear
 from dspark.models.mtp import MTPModel
+from dspark.models.norm import RMSNorm
+from dspark.models.plain import PlainOps
 from dspark.models.target import Target
 
 
 @dataclass
 class ChainContext:
-    """Per-request memory of a chain drafter; ``keys`` and ``values`` are [kv_heads, rows, head_dim]."""
+    """Per-request memory of a chain drafter."""
 
-    keys: Tensor
-    values: Tensor
+    memory: LeanMemory  # row 0
     last: Tensor | None = None  # [1, hidden]: the first state of the newest committed token
-    length: int = 0  # committed tokens
+    length: int = 0  # committed tokens, beyond the memory's room too
     shaper: Shaper | None = None  # the request's rules, where it has any
 
 
@@ -57,8 +63,13 @@ class ChainDrafter(ABC):
 
     has_confidence = False
 
-    def __init__(self, model: ChainModel, target: Target, *, candidates: int = 64, name: str) -> None:
-        """Raises :class:`CheckpointError` if the drafter was trained for another target."""
+    def __init__(
+        self, model: ChainModel, target: Target, *, candidates: int = 64, name: str, native: bool = True
+    ) -> None:
+        """``native`` False keeps to plain PyTorch even where compiled operations are to be had.
+
+        Raises :class:`CheckpointError` if the drafter was trained for another target.
+        """
         config = self._shape = model.config
         assert isinstance(config, AnyConfig)
         check_fits(config, target.info)
@@ -67,18 +78,12 @@ class ChainDrafter(ABC):
         self.name, self.block_size, self.candidates = name, config.block_size, candidates
         self.dtype, self.device = target.info.dtype, target.info.device
         self._target = target
-        layer, attn = model.layer, model.layer.self_attn
-        self._qkv = self.pack(attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)
-        self._o, self._down = self.pack(attn.o_proj.weight), self.pack(layer.mlp.down_proj.weight)
-        self._gate_up = self.pack(layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight)
-        self._qk_norm: Tensor | None = None
-        if attn.q_norm is not None and attn.k_norm is not None:
-            q_norm = attn.q_norm.weight.expand(config.num_attention_heads, -1)
-            k_norm = attn.k_norm.weight.expand(config.num_key_value_heads, -1)
-            self._qk_norm = self.place(torch.cat((q_norm, k_norm)))
-        self._input_norm = self.place(layer.input_layernorm.weight)
-        self._post_norm = self.place(layer.post_attention_layernorm.weight)
-        self._norm = self.place(model.norm.weight)
+        normed = model.layer.self_attn.q_norm is not None
+        self._decoder = decoder_config(config, layers=1, qk_norm=normed)
+        self._ops = PlainOps(self._decoder, self.dtype, self.device)
+        self._fast = draft_native_ops(config, self._decoder, self.dtype, self.device) if native else None
+        self._angles = Angles(self.device)
+        self._load(model)
         ids, own = model.draft_token_ids().to(self.device), model.own_head()
         self._token_ids = None if model.d2t is None else ids
         self._columns: Tensor | None = None  # of the target's tokens in the drafter's logits
@@ -86,8 +91,30 @@ class ChainDrafter(ABC):
             self._columns = torch.full((config.vocab_size,), -1, dtype=torch.long, device=self.device)
             self._columns[ids] = torch.arange(ids.shape[0], device=self.device)
         self._head = self.pack(target.head_weight().index_select(0, ids) if own is None else own.weight)
-        positions = torch.arange(config.max_position_embeddings, device=self.device)
-        self._cos, self._sin = rope_table(positions, config.head_dim, config.rope_theta).to(self.dtype)
+
+    @property
+    def native(self) -> bool:
+        """Whether compiled operations run between the products."""
+        return self._fast is not None
+
+    def _load(self, model: ChainModel) -> None:
+        """Fuse and pack the layer's weights in the target's dtype on its device."""
+        layer, attn = model.layer, model.layer.self_attn
+        (self._layer,) = load_layers(
+            self._shape,
+            self._decoder,
+            model.state_dict(),
+            dtype=self.dtype,
+            device=self.device,
+            inputs=attn.q_proj.in_features,
+        )
+        self._scalar = float(layer.layer_scalar) if isinstance(layer, GemmaBody) else None
+        self._kv = self.pack(attn.k_proj.weight, (attn.v_proj or attn.k_proj).weight)
+        self._k_norm = None if attn.k_norm is None else self.place(attn.k_norm.weight)
+        self._norms_values = attn.norms_values
+        self._norm = self.norm(model.norm)
+        embedding = model.own_embedding()
+        self._embedding = None if embedding is None else self.place(embedding.weight * model.embedding_scale)
 
     @abstractmethod
     def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
@@ -99,6 +126,12 @@ class ChainDrafter(ABC):
     ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
         """As :meth:`ChainModel.mix`."""
 
+    def next_state(
+        self, states: Float[Tensor, "rows hidden"], normed: Float[Tensor, "rows hidden"]
+    ) -> Float[Tensor, "rows hidden"]:
+        """As :meth:`ChainModel.next_state`."""
+        return states
+
     def place(self, tensor: Tensor) -> Tensor:
         """A frozen copy in the target's dtype on its device."""
         return tensor.detach().to(self.device, self.dtype)
@@ -107,16 +140,23 @@ class ChainDrafter(ABC):
         """One product of several weights, on its fastest path."""
         return Linear(self.place(torch.cat(parts)).contiguous())
 
-    def rms(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """RMSNorm over the last dimension."""
-        return F.rms_norm(x, x.shape[-1:], weight, self._shape.rms_norm_eps)
+    def norm(self, module: backbone.RMSNorm) -> RMSNorm:
+        """A norm of the training form, as the small operations take it."""
+        return RMSNorm(self.place(module.weight), module.eps)
+
+    def normed(self, x: Float[Tensor, "rows width"], norm: RMSNorm) -> Float[Tensor, "rows width"]:
+        """``norm`` of ``x``."""
+        return (self._fast or self._ops).norm(x, norm)
+
+    def embed(self, token_ids: Int[Tensor, "rows"]) -> Float[Tensor, "rows hidden"]:
+        """Embeddings as the layer reads them: the target's, unless the drafter has its own."""
+        embeds = self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]
+        return embeds.to(self.dtype)
 
     def open(self, *, max_len: int) -> ChainContext:
         """Context for a request of up to ``max_len`` tokens (cut at the drafter's own limit)."""
         rows = min(max_len, self._shape.max_position_embeddings) + self.block_size
-        shape = (self._shape.num_key_value_heads, rows, self._shape.head_dim)
-        keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        return ChainContext(keys, torch.zeros_like(keys))
+        return ChainContext(LeanMemory(self._decoder, rows=1, max_len=rows, dtype=self.dtype, device=self.device))
 
     def mirror(self, state: ChainContext, shaper: Shaper) -> None:
         """Draft under the request's penalties, biases and bans too, as far as the committed text decides them."""
@@ -132,7 +172,7 @@ class ChainDrafter(ABC):
         assert features is not None
         first, count = max(0, state.length - 1), token_ids.shape[0]
         state.length += count
-        if count == 0 or state.length > state.keys.shape[1] - self.block_size:
+        if count == 0 or state.length > state.memory.max_len - self.block_size:
             return
         with torch.inference_mode():
             states = self.first_state(features.to(self.dtype))
@@ -143,8 +183,27 @@ class ChainDrafter(ABC):
                 before = torch.cat((state.last, states[:-1]))
             state.last = states[-1:]
             if nexts.shape[0]:
-                inputs, _ = self.mix(self._target.embed(nexts).to(self.dtype), before)
-                self._write(state, self._qkv(inputs), first)
+                inputs, _ = self.mix(self.embed(nexts), before)
+                self._write(state, inputs, first)
+
+    def _write(self, state: ChainContext, inputs: Float[Tensor, "new inputs"], first: int) -> None:
+        """Put the keys and values of committed rows at ``first`` and on."""
+        count, heads = inputs.shape[0], self._shape.num_key_value_heads
+        k, v = self._kv(inputs).view(count, 2, heads, -1).permute(1, 2, 0, 3)  # each [kv_heads, new, head_dim]
+        if self._k_norm is not None:
+            k = self._heads_norm(k) * self._k_norm
+        if self._norms_values:
+            v = self._heads_norm(v)
+        table = self._angles(self._decoder.rope, state.memory.max_len)
+        cos, sin = (part[first : first + count].to(self.dtype) for part in table)
+        left, right = k.chunk(2, -1)
+        rows = state.memory.both[0, :, 0, :, first : first + count]  # [2, kv_heads, new, head_dim]
+        rows[0] = torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+        rows[1] = v
+
+    def _heads_norm(self, x: Tensor) -> Tensor:
+        """RMSNorm per head, without a weight."""
+        return F.rms_norm(x, x.shape[-1:], None, self._shape.rms_norm_eps)
 
     def propose(
         self, state: ChainContext, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
@@ -153,7 +212,7 @@ class ChainDrafter(ABC):
         first = state.length - 1
         room = self._shape.max_position_embeddings - first
         size = min(limit, self.block_size, room)
-        if state.last is None or size < 1 or state.length > state.keys.shape[1] - self.block_size:
+        if state.last is None or size < 1 or state.length > state.memory.max_len - self.block_size:
             return EMPTY
         begin = time.perf_counter()
         tokens: list[int] = []
@@ -187,66 +246,79 @@ class ChainDrafter(ABC):
     def _step(
         self, state: ChainContext, prev: int, states: Float[Tensor, "1 hidden"], row: int
     ) -> tuple[Float[Tensor, "1 hidden"], Float[Tensor, "draft_vocab"]]:
-        """One run of the layer at ``row``: its state, and fp32 logits of the token after ``prev``."""
-        heads, kv_heads = self._shape.num_attention_heads, self._shape.num_key_value_heads
-        embeds = self._target.embed(torch.tensor([prev], device=self.device)).to(self.dtype)
-        inputs, residual = self.mix(embeds, states)
-        q = self._write(state, self._qkv(inputs), row)
-        seen = slice(None, row + 1)
-        out = F.scaled_dot_product_attention(
-            q.view(1, kv_heads, heads // kv_heads, -1), state.keys[None, :, seen], state.values[None, :, seen]
-        )
-        middle = residual + self._o(out.reshape(1, -1))
-        gate, up = self._gate_up(self.rms(middle, self._post_norm)).chunk(2, -1)
-        states = middle + self._down(F.silu(gate) * up)
-        logits = self._head(self.rms(states, self._norm)).float()[0]
+        """One run of the layer at ``row``: the state it hands on, and fp32 logits of the token after ``prev``."""
+        ops, layer, memory = self._fast or self._ops, self._layer, state.memory
+        x, residual = self.mix(self.embed(torch.tensor([prev], device=self.device)), states)
+        memory.lengths[0] = row
+        attend = ops.attention(memory, (0,), (1,), (layer,), lambda rope: self._angles(rope, memory.max_len))
+        h = layer.o(attend(0, layer.qkv(x)))
+        if layer.attention_out_norm is not None:
+            h = ops.norm(h, layer.attention_out_norm)
+        middle, h = ops.add_norm(residual, h, layer.feedforward_norm)
+        h = layer.down(ops.gate(layer.gate_up(h)))
+        if layer.feedforward_out_norm is not None:
+            h = ops.norm(h, layer.feedforward_out_norm)
+        if self._scalar is None:
+            states, normed = ops.add_norm(middle, h, self._norm)
+        else:
+            states = (middle + h) * self._scalar
+            normed = ops.norm(states, self._norm)
+        logits = self._head(normed).float()[0]
         if cap := self._shape.final_soft_cap:
             logits = cap * torch.tanh(logits / cap)
-        return states, logits
-
-    def _write(
-        self, state: ChainContext, qkv: Float[Tensor, "new width"], first: int
-    ) -> Float[Tensor, "new heads head_dim"]:
-        """Put keys and values at rows ``first`` and on; returns the rotated queries."""
-        heads, kv_heads = self._shape.num_attention_heads, self._shape.num_key_value_heads
-        rows = slice(first, first + qkv.shape[0])
-        qkv = qkv.view(qkv.shape[0], heads + 2 * kv_heads, -1)
-        qk = qkv[:, : heads + kv_heads]
-        if self._qk_norm is not None:
-            qk = self.rms(qk, None) * self._qk_norm
-        left, right = qk.chunk(2, -1)
-        qk = qk * self._cos[rows, None] + torch.cat((-right, left), -1) * self._sin[rows, None]
-        state.keys[:, rows] = qk[:, heads:].transpose(0, 1)
-        state.values[:, rows] = qkv[:, heads + kv_heads :].transpose(0, 1)
-        return qk[:, :heads]
+        return self.next_state(states, normed), logits
 
 
 class Eagle3Drafter(ChainDrafter):
     """Eagle3 at batch size 1."""
 
-    def __init__(self, model: Eagle3Model, target: Target, *, candidates: int = 64, name: str = "eagle3") -> None:
-        super().__init__(model, target, candidates=candidates, name=name)
+    def __init__(
+        self,
+        model: Eagle3Model,
+        target: Target,
+        *,
+        candidates: int = 64,
+        name: str = "eagle3",
+        native: bool = True,
+    ) -> None:
+        super().__init__(model, target, candidates=candidates, name=name, native=native)
         self.config, self.taps = model.config, model.config.target_layer_ids
-        layer = model.layer
-        assert isinstance(layer, Eagle3Layer)
-        self._fc, self._hidden_norm = self.pack(model.fc.weight), self.place(layer.hidden_norm.weight)
+        assert model.layer.hidden_norm is not None
+        self._fc, self._hidden_norm = self.pack(model.fc.weight), self.norm(model.layer.hidden_norm)
+        self._input_norm = None if model.input_norm is None else self.norm(model.input_norm)
+        self._tap_norms = [self.norm(norm) for norm in model.tap_norms()]
 
     def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
+        if self._input_norm is not None:
+            features = self.normed(features, self._input_norm)
+        if self._tap_norms:
+            parts = features.split(self.config.hidden_size, 1)
+            pairs = zip(parts, self._tap_norms, strict=True)
+            features = torch.cat([self.normed(part.contiguous(), norm) for part, norm in pairs], 1)
         return self._fc(features)
 
     def mix(
         self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
     ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
-        return torch.cat((self.rms(embeds, self._input_norm), self.rms(states, self._hidden_norm)), 1), states
+        normed = self.normed(states, self._hidden_norm)
+        inputs = torch.cat((self.normed(embeds, self._layer.input_norm), normed), 1)
+        return inputs, normed if self.config.norm_before_residual else states
+
+    def next_state(
+        self, states: Float[Tensor, "rows hidden"], normed: Float[Tensor, "rows hidden"]
+    ) -> Float[Tensor, "rows hidden"]:
+        return normed if self.config.norm_output else states
 
 
 class MTPDrafter(ChainDrafter):
     """MTP at batch size 1."""
 
-    def __init__(self, model: MTPModel, target: Target, *, candidates: int = 64, name: str = "mtp") -> None:
-        super().__init__(model, target, candidates=candidates, name=name)
+    def __init__(
+        self, model: MTPModel, target: Target, *, candidates: int = 64, name: str = "mtp", native: bool = True
+    ) -> None:
+        super().__init__(model, target, candidates=candidates, name=name, native=native)
         self.config, self.taps = model.config, model.config.target_layer_ids
-        self._enorm, self._hnorm = self.place(model.enorm.weight), self.place(model.hnorm.weight)
+        self._enorm, self._hnorm = self.norm(model.enorm), self.norm(model.hnorm)
         self._eh_proj = self.pack(model.eh_proj.weight)
 
     def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
@@ -255,5 +327,5 @@ class MTPDrafter(ChainDrafter):
     def mix(
         self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
     ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
-        z = self._eh_proj(torch.cat((self.rms(embeds, self._enorm), self.rms(states, self._hnorm)), 1))
-        return self.rms(z, self._input_norm), z
+        z = self._eh_proj(torch.cat((self.normed(embeds, self._enorm), self.normed(states, self._hnorm)), 1))
+        return self.normed(z, self._layer.input_norm), z

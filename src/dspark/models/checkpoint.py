@@ -83,7 +83,7 @@ def config_from_json(data: dict[str, Any]) -> AnyConfig:
     """The config in a ``config.json`` of DeepSpec's layout, whatever the method. Raises :class:`CheckpointError` if it
     is none or lacks a field, :class:`ConfigError` if a value is out of range."""
     for chain in (Eagle3Config, MTPConfig):
-        if data.get("architectures") == [chain.ARCHITECTURE]:
+        if data.get("architectures") in [[name] for name in chain.ARCHITECTURES.values()]:
             return chain.from_json(data)
     return DraftConfig.from_json(data)
 
@@ -141,6 +141,9 @@ HINTS: tuple[tuple[str, str, str], ...] = (
     ("markov_head.", "markov_rank names a sequential head that the file lacks", "markov_rank is 0 or missing"),
     ("confidence_head.", "enable_confidence_head promises a head that the file lacks", "enable_confidence_head is off"),
     ("d2t", "draft_vocab_size reduces the vocabulary, but nothing says to which tokens", "draft_vocab_size is missing"),
+    ("input_norm.", "norm_before_fc promises a norm that the file lacks", "norm_before_fc is off"),
+    ("fc_norm.", "fc_norm promises norms that the file lacks", "fc_norm is off"),
+    ("embed_tokens.", "the drafter has an embedding of its own, which the target's cannot stand in for", ""),
     ("lm_head.", "the drafter has a head of its own, which the target's cannot stand in for", "the head is unexpected"),
 )
 
@@ -239,7 +242,14 @@ def check_shared(
             raise CheckpointError(
                 f"{where}: {differ} of {stored.shape[0]} rows of {name} are not those of {target}; the drafter was "
                 "trained for another model, or its copies were never filled (without them the target's own are used)"
+                + _remedy(checkpoint.config, name)
             )
+
+
+def _remedy(config: AnyConfig, name: str) -> str:
+    """What else a differing tensor may mean: some Eagle3 drafters have trained their embedding."""
+    owns = isinstance(config, Eagle3Config) and name == EMBEDDING
+    return ", or its embedding was trained: then set own_embedding true in config.json" if owns else ""
 
 
 def draft_token_ids(checkpoint: Checkpoint) -> Int[Tensor, "draft_vocab"]:

@@ -15,7 +15,7 @@ the small operations of the lean decoder (:mod:`dspark.models.plain`, :mod:`dspa
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,15 +24,12 @@ from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
 from dspark.maths.shaping import Shaper
-from dspark.models.backbone import DraftModel, GemmaDraftLayer, rotary_rates
+from dspark.models.backbone import DraftModel, GemmaDraftLayer
 from dspark.models.checkpoint import check_fits
-from dspark.models.decoder_config import DecoderConfig, Rope
-from dspark.models.draft_config import DraftConfig
+from dspark.models.draft_ops import Angles, decoder_config, draft_native_ops, load_layers
 from dspark.models.drafter import EMPTY
 from dspark.models.lean_memory import LeanMemory
-from dspark.models.lean_weights import Layer, Weights
 from dspark.models.linear import Linear
-from dspark.models.native import NativeOps, native_ops
 from dspark.models.norm import RMSNorm
 from dspark.models.plain import PlainOps
 from dspark.models.sequential import SequentialStage
@@ -46,32 +43,6 @@ class DraftContext:
     memory: LeanMemory  # row 0; ``lengths`` are those of the context while they fit
     length: int = 0  # committed tokens, beyond the memory's room too
     shaper: Shaper | None = None  # the request's rules, where it has any
-
-
-def decoder_config(config: DraftConfig) -> DecoderConfig:
-    """The draft layers as the lean decoder's operations know them."""
-    rates = rotary_rates(config.head_dim, config.rope_theta, config.partial_rotary_factor)
-    rope = Rope(inv_freq=tuple(rates.tolist()))
-    return DecoderConfig(
-        family=f"dspark-{config.layer_style}",
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        max_len=config.max_position_embeddings,
-        rms_eps=config.rms_norm_eps,
-        activation=config.activation,
-        rope=rope,
-        local_rope=rope,
-        sliding_window=None,
-        slides=(False,) * config.num_hidden_layers,
-        attention_scale=config.attention_scale,
-        qk_norm=True,
-        four_norms=config.layer_style == "gemma4",
-    )
 
 
 class DsparkDrafter:
@@ -94,12 +65,10 @@ class DsparkDrafter:
         self.block_size, self.taps = config.block_size, config.target_layer_ids
         self.has_confidence = model.confidence_head is not None
         self.dtype, self.device = target.info.dtype, target.info.device
-        self._target, self._decoder = target, decoder_config(config)
+        self._target, self._decoder = target, decoder_config(config, layers=config.num_hidden_layers)
         self._ops = PlainOps(self._decoder, self.dtype, self.device)
-        self._fast: NativeOps | None = None
-        if native and config.layer_style == "qwen3":  # the compiled attention does not norm values
-            self._fast = native_ops(self._decoder, self.dtype, self.device)
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._fast = draft_native_ops(config, self._decoder, self.dtype, self.device) if native else None
+        self._angles = Angles(self.device)
         self._load(model, target)
         ids = None if model.d2t is None else model.draft_token_ids()
         self._stage = SequentialStage(
@@ -127,12 +96,8 @@ class DsparkDrafter:
         self._hidden_norm = RMSNorm(self._place(model.hidden_norm.weight), config.rms_norm_eps)
         self._norm = RMSNorm(self._place(model.norm.weight), config.rms_norm_eps)
         layers = model.draft_layers()
-        tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-        for i in range(len(layers)):  # keys serve as values where the layer has no v_proj
-            attn = f"model.layers.{i}.self_attn."
-            tensors.setdefault(attn + "v_proj.weight", tensors[attn + "k_proj.weight"])
-        weights = Weights(self._decoder, tensors, self.dtype, self.device)
-        self._layers = [self._norms_values(weights.layer(i)) for i in range(config.num_hidden_layers)]
+        tensors = model.state_dict()
+        self._layers = load_layers(config, self._decoder, tensors, dtype=self.dtype, device=self.device)
         self._scalars = [float(layer.layer_scalar) if isinstance(layer, GemmaDraftLayer) else None for layer in layers]
         kv = [w for layer in layers for w in (layer.self_attn.k_proj, layer.self_attn.v_proj or layer.self_attn.k_proj)]
         self._context_kv = Linear(self._place(torch.cat([w.weight for w in kv])))
@@ -147,23 +112,6 @@ class DsparkDrafter:
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, self.dtype).contiguous()
-
-    def _norms_values(self, layer: Layer) -> Layer:
-        """``layer`` with the values among the heads that it norms, with weight 1, in Gemma 4's style."""
-        if self.config.layer_style != "gemma4":
-            return layer
-        assert layer.qk_norm is not None
-        ones = torch.ones(self.config.num_key_value_heads, self.config.head_dim)
-        weight = torch.cat((layer.qk_norm.weight, ones.to(layer.qk_norm.weight)))
-        return replace(layer, qk_norm=RMSNorm(weight, self.config.rms_norm_eps))
-
-    def _angles(self, rope: Rope, max_len: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of at least ``max_len`` positions, fp32 [positions, head_dim / 2]."""
-        if self._table is None or self._table[0].shape[0] < max_len:
-            rates = torch.tensor(rope.inv_freq, dtype=torch.float64)
-            angles = torch.outer(torch.arange(max_len, dtype=torch.float64), rates)
-            self._table = (angles.cos().float().to(self.device), angles.sin().float().to(self.device))
-        return self._table
 
     def open(self, *, max_len: int) -> DraftContext:
         """Context for a request of up to ``max_len`` tokens (cut at the drafter's own limit)."""

@@ -59,7 +59,8 @@ class Weights:
         weight = self.take(name, width)
         return 1.0 + weight.float() if self.config.norm_offset else weight
 
-    def layer(self, i: int) -> Layer:
+    def layer(self, i: int, *, inputs: int | None = None) -> Layer:
+        """Layer ``i``; its attention reads ``inputs`` channels (None: the residual stream's width)."""
         config, prefix = self.config, f"layers.{i}."
         hidden, size = config.hidden_size, config.intermediate_size
         four = config.four_norms
@@ -71,7 +72,7 @@ class Weights:
             )
             qk_norm = RMSNorm(torch.cat((q_norm, k_norm)), config.rms_eps)
         return Layer(
-            qkv=self._qkv(prefix + "self_attn."),
+            qkv=self._qkv(prefix + "self_attn.", inputs or hidden),
             o=self._output(prefix + "self_attn.o_proj."),
             gate_up=self._stack([(prefix + "mlp.gate_proj.", size), (prefix + "mlp.up_proj.", size)], config.mlp_bias),
             down=self._linear(prefix + "mlp.down_proj.", hidden, size, config.mlp_bias),
@@ -101,12 +102,12 @@ class Weights:
         weight = torch.cat([self.take(name + "weight", size, self.config.hidden_size) for name, size in parts])
         return Linear(weight, torch.cat([self.take(name + "bias", size) for name, size in parts]) if bias else None)
 
-    def _qkv(self, prefix: str) -> Linear:
+    def _qkv(self, prefix: str, inputs: int) -> Linear:
         config = self.config
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
-        parts = [self._group_first(self.take(prefix + "q_proj.weight", q_size, config.hidden_size))]
-        parts += [self.take(f"{prefix}{x}_proj.weight", kv_size, config.hidden_size) for x in "kv"]
+        parts = [self._group_first(self.take(prefix + "q_proj.weight", q_size, inputs))]
+        parts += [self.take(f"{prefix}{x}_proj.weight", kv_size, inputs) for x in "kv"]
         bias = None
         if config.qkv_bias:
             q_bias = self._group_first(self.take(prefix + "q_proj.bias", q_size))

@@ -13,7 +13,7 @@ do with DeepSeek's single module too.
 What we take: DeepSeek's tensor order in ``eh_proj`` (the embedding's half first, as their checkpoints store it; the
 paper's equation (21) writes the state first); the target's frozen embedding and head; a ``norm`` of the module's own
 before the head, started from the target's final norm (``shared_head.norm`` of their files); u' before that norm as the
-state fed back. The attention is Qwen3-shaped, not DeepSeek's latent one.
+state fed back. The layer is Qwen3-shaped or Gemma's, without DeepSeek's latent attention.
 
 Source: DeepSeek-V3 technical report, section 2.2.
 """
@@ -27,17 +27,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dspark.models.backbone import RMSNorm
-from dspark.models.chain import ChainLayer, ChainModel, linear
+from dspark.models.backbone import RMSNorm, linear
+from dspark.models.chain import ChainModel, make_layer
 from dspark.models.chain_config import ChainConfig
 from dspark.models.target import FINAL
 
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig(ChainConfig):
-    """Shape of an MTP drafter. The architecture's name is this project's own: no engine knows this shape yet."""
+    """Shape of an MTP drafter. The architectures' names are this project's own: no engine knows these shapes yet."""
 
-    ARCHITECTURE: ClassVar[str] = "Qwen3MTPDraftModel"
+    ARCHITECTURES: ClassVar[dict[str, str]] = {"qwen3": "Qwen3MTPDraftModel", "gemma4": "Gemma4MTPDraftModel"}
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class MTPModel(ChainModel):
     config: MTPConfig
 
     def __init__(self, config: MTPConfig) -> None:
-        super().__init__(config, ChainLayer(config, inputs=config.hidden_size, qk_norm=True))
+        super().__init__(config, make_layer(config, inputs=config.hidden_size))
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
