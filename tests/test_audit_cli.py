@@ -55,6 +55,7 @@ def test_sampled_part_has_every_case_and_control(
 ) -> None:
     """In no time at all: every case runs its first trials, and the audit says that they are too few."""
     monkeypatch.setattr(audit_sampled, "FIRST_TRIALS", 3)
+    monkeypatch.setattr(audit_sampled, "MIN_CHECKS", 1)
     file = tmp_path / "report.json"
     result = run(model, drafter, "--part", "sampled", "--minutes", "0.001", "--depths", "0,150", "--json", str(file))
     assert result.exit_code == 1, result.output

@@ -118,20 +118,19 @@ def run(options: AuditOptions, place: dict[str, Any], *, json_file: Path | None)
 def _run_parts(options: AuditOptions, place: dict[str, Any], say: Say) -> AuditReport:
     """The parts by precision, so that one model is in memory at a time; time saved by one goes to the next."""
     report, left = AuditReport(), options.minutes * 60
-    shares = {part: PARTS[part] for part in PARTS if part in options.parts}
-    stages = [({part for part in shares if part != "low"}, place), (shares.keys() & {"low"}, None)]
-    for parts, where in stages:
-        if not parts:
+    shares = {part: share for part, share in PARTS.items() if part in options.parts}
+    stages = ((place, ("greedy", "depth", "sampled")), ({**place, "dtype": options.low_dtype}, ("low",)))
+    for where, parts in stages:
+        if not shares.keys() & set(parts):
             continue
         say("loading the model")
-        bundle = Bundle.load(options.model, options.drafter, **(where or {**place, "dtype": options.low_dtype}))
-        pair = _Pair(bundle, options)
-        for part in [part for part in ("greedy", "depth", "sampled", "low") if part in parts]:
-            seconds = left * shares[part] / sum(shares.values())
-            begin = time.monotonic()
+        pair = _Pair(Bundle.load(options.model, options.drafter, **where), options)
+        for part in (part for part in parts if part in shares):
+            begin, seconds = time.monotonic(), left * shares[part] / sum(shares.values())
             report = replace(report, **{part: getattr(pair, part)(seconds, say)})
-            left, _ = max(0.0, left - (time.monotonic() - begin)), shares.pop(part)
-        del bundle, pair
+            left = max(0.0, left - (time.monotonic() - begin))
+            del shares[part]
+        del pair
         gc.collect()
     return report
 
@@ -200,8 +199,9 @@ def depths_within(target: Target, depths: Sequence[int], room: int, asked: Seque
     """The depths that leave ``room`` tokens of the target's context. Raises :class:`ConfigError` for one in ``asked``
     that does not; of the defaults, those that do not are left out, and the report shows which were run."""
     most = target.info.max_len - room
-    if asked and max(asked) > most:
-        raise ConfigError(f"depth {max(asked)} does not fit {target.info.name}, which has room for {most}")
+    if max(asked, default=min(depths)) > most:
+        deepest = max(asked, default=min(depths))
+        raise ConfigError(f"depth {deepest} does not fit {target.info.name}, which has room for {most}")
     return [depth for depth in depths if depth <= most]
 
 
