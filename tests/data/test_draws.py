@@ -35,16 +35,16 @@ def test_the_compiled_form_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("native", [False, NATIVE])
-@pytest.mark.parametrize("vocab", [3, 256, 257, 5000])
+@pytest.mark.parametrize("vocab", [3, 257, 5000])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fast_draws_are_the_plain_ones_up_to_rounding(
     sampling: SamplingParams, vocab: int, native: bool, dtype: torch.dtype
 ) -> None:
     random = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(400, vocab, generator=random).mul_(3).to(dtype)
+    logits = torch.randn(150, vocab, generator=random).mul_(3).to(dtype)
     logits[::3, ::2] = float("-inf")
-    u = torch.rand(400, dtype=torch.float64, generator=random)
+    u = torch.rand(150, dtype=torch.float64, generator=random)
     u[:2] = torch.tensor([0.0, 1 - 2.0**-53])
     kept = logits.clone()
     fast = draw_tokens(logits, sampling, u, native=native)

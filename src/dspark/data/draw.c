@@ -153,53 +153,82 @@ static int heavier_pair(const void *a, const void *b) {
 }
 
 /* Collect the tokens of at least ``bound`` in the order of their ids; returns how many. */
-static int64_t collect(float bound, int64_t vocab, struct scratch *s, double *mass) {
+static int64_t collect(float bound, int64_t vocab, struct scratch *s) {
     int64_t count = 0;
-    *mass = 0.0;
     for (int64_t i = 0; i < vocab; i++) {
         if (s->weights[i] >= bound && s->weights[i] > 0.0f) {
             s->ids[count] = i;
             s->kept[count++] = s->weights[i];
-            *mass += (double)s->weights[i];
         }
     }
     return count;
 }
 
+#define BIN_SHIFT 20 /* of a weight's bits: eight bins an octave */
+#define BINS (0x3f800000 / (1 << BIN_SHIFT) + 1)
+
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+static inline float edge_of(uint32_t bin) {
+    uint32_t bits = bin << BIN_SHIFT;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* The bin of weights in which the mass from the heaviest down reaches ``wanted``; ``above`` is the mass over it. */
+static uint32_t edge_bin(const float *weights, int64_t vocab, double wanted, double *above) {
+    double mass[BINS] = {0};
+    for (int64_t i = 0; i < vocab; i++) mass[bits_of(weights[i]) >> BIN_SHIFT] += (double)weights[i];
+    uint32_t bin = BINS - 1;
+    for (*above = 0.0; bin > 0 && *above + mass[bin] < wanted; bin--) *above += mass[bin];
+    return bin;
+}
+
+/* How many of ``pairs``, heaviest first, are needed to bring the mass from ``before`` to ``wanted``. */
+static int64_t needed(const struct pair *pairs, int64_t size, double before, double wanted) {
+    int64_t n = 0;
+    while (n < size && before < wanted) before += (double)pairs[n++].weight;
+    return n;
+}
+
 /* Draw among what top-k, top-p and min-p leave, in this order, as dspark.maths.sampling.target_probs defines them.
  *
  * The k-th largest of the blocks' maxima is at most the k-th largest weight, so the tokens that reach it hold all that
- * top-k keeps, ties included. For top-p alone the bound is lowered until the tokens above it have the mass.
+ * top-k keeps, ties included. For top-p alone only the bin in which the nucleus ends is sorted: what is heavier stays.
  */
 static int64_t draw_filtered(double total, double u, int64_t vocab, int64_t blocks, int64_t top_k, double top_p,
                              float min_p, struct scratch *s, struct pair *pairs) {
-    int limits = top_k > 0 && top_k < vocab;
-    double mass = total, wanted = top_p * total;
-    int64_t count = 0, tried = limits ? top_k : 64;
-    qsort(s->maxima, blocks, sizeof(float), heavier_float);
-    for (;; tried *= 8) {
-        float bound = tried <= blocks ? s->maxima[tried - 1] : 0.0f;
-        if (!limits && top_p >= 1.0) bound = min_p;
-        count = collect(bound, vocab, s, &mass);
-        if (limits || top_p >= 1.0 || mass >= wanted || tried > blocks) break;
+    int limits = top_k > 0 && top_k < vocab, nucleus = top_p < 1.0;
+    float bound = min_p, sorted_below = 0.0f; /* candidates under the second take part in the sorting */
+    double above = 0.0, wanted = top_p * total, mass = 0.0;
+    if (limits) {
+        qsort(s->maxima, blocks, sizeof(float), heavier_float);
+        bound = top_k <= blocks ? s->maxima[top_k - 1] : 0.0f;
+        sorted_below = INFINITY;
+    } else if (nucleus) {
+        uint32_t bin = edge_bin(s->weights, vocab, wanted, &above);
+        bound = edge_of(bin);
+        sorted_below = edge_of(bin + 1);
     }
-    for (int64_t i = 0; i < count; i++) pairs[i] = (struct pair){s->kept[i], (int32_t)i};
-    if (limits || top_p < 1.0) qsort(pairs, count, sizeof(struct pair), heavier_pair);
-    int64_t size = count;
-    if (limits && top_k < count) {
-        for (size = top_k; size < count && pairs[size].weight == pairs[top_k - 1].weight; size++) {}
-    }
-    if (top_p < 1.0) {
-        double before = 0.0, share = 0.0;
+    int64_t count = collect(bound, vocab, s), sorted = 0, size;
+    for (int64_t i = 0; i < count; i++)
+        if (s->kept[i] < sorted_below) pairs[sorted++] = (struct pair){s->kept[i], (int32_t)i};
+    qsort(pairs, sorted, sizeof(struct pair), heavier_pair);
+    size = sorted;
+    if (limits && top_k < sorted)
+        for (size = top_k; size < sorted && pairs[size].weight == pairs[top_k - 1].weight; size++) {}
+    if (nucleus) {
         if (limits) {
-            for (int64_t i = 0; i < size; i++) share += (double)pairs[i].weight;
-            wanted = top_p * share;
+            for (int64_t i = 0; i < size; i++) mass += (double)pairs[i].weight;
+            wanted = top_p * mass;
         }
-        int64_t n = 0;
-        while (n < size && (n == 0 || before < wanted)) before += (double)pairs[n++].weight;
-        size = n;
+        size = needed(pairs, size, above, wanted);
     }
-    for (int64_t i = size; i < count; i++) s->kept[pairs[i].place] = 0.0f;
+    for (int64_t i = size; i < sorted; i++) s->kept[pairs[i].place] = 0.0f;
     mass = 0.0;
     for (int64_t i = 0; i < count; i++) {
         if (s->kept[i] < min_p) s->kept[i] = 0.0f;
