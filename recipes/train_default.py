@@ -1,11 +1,11 @@
 """The shipped drafter's two training runs, as functions and as a command that may be stopped and called again.
 
     python recipes/train_default.py --answers answers.jsonl --prompts prompts.jsonl --out runs/first [--minutes 55]
-    python recipes/train_default.py --answers answers.jsonl --prompts prompts.jsonl --out runs/second --after runs/first/best
+    python recipes/train_default.py ... --out runs/second --after runs/first/best
 
 Prompts and answers are what `dspark answers` reads and writes. The fields of the first run are those that won the short
-comparisons of `recipes/ablate_training.py` on two cores (docs/log.md). ``--minutes`` ends a call early with its state saved; the same
-command goes on from there.
+comparisons of `recipes/ablate_training.py` on two cores (docs/log.md). ``--minutes`` ends a call early with its state
+saved; the same command goes on from there.
 """
 
 from __future__ import annotations
