@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_chat_model(folder / "model")
     save_random_drafter(folder / "head")
     save_random_drafter(folder / "bare", confidence=False)
-    prompts = "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(9))
+    prompts = "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(6))
     (folder / "prompts.jsonl").write_text(prompts)
     return folder
 
@@ -38,7 +38,7 @@ def calibrated(folder: Path, drafter: str, *more: object) -> Path:
     if not out.is_file():
         run(
             *("calibrate", "--model", folder / "model", "--drafter", _spec(folder, drafter), "--dtype", "float32"),
-            *("--prompts", folder / "prompts.jsonl", "--max-new-tokens", 80, "--out", out, *more),
+            *("--prompts", folder / "prompts.jsonl", "--max-new-tokens", 96, "--out", out, *more),
         )
     return out
 
@@ -73,7 +73,7 @@ def test_a_drafter_without_a_head_gets_an_estimator_and_can_be_scheduled(folder:
     generate(folder, "bare", *threshold, "--calibration", out)
     run(
         *("calibrate", "--model", folder / "model", "--drafter", folder / "bare", "--dtype", "float32"),
-        *("--prompts", folder / "prompts.jsonl", "--max-new-tokens", 80, "--out", folder / "again.json"),
+        *("--prompts", folder / "prompts.jsonl", "--out", folder / "again.json"),
         *("--sglang", folder / "no.json"),
         code=2,
     )

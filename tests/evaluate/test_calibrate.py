@@ -71,6 +71,16 @@ def test_too_little_is_refused() -> None:
         fit(made_up(500, sharpness=1.0, prompts=1), has_confidence=True)
 
 
+def test_doubts_are_voiced() -> None:
+    """True confidences and enough rounds: none. Confidences that know nothing: the temperatures run to the edge."""
+    assert fit(made_up(6000, sharpness=2.0), has_confidence=True).doubts() == []
+    played = made_up(2000, sharpness=1.0)
+    noise = np.random.default_rng(1).uniform(0.05, 0.95, (2000, 3))
+    blind = PlayedRounds(outcomes=played.outcomes.replaced(noise), features=played.features, prompt=played.prompt)
+    doubts = fit(blind, has_confidence=True).doubts()
+    assert any("is the last one tried" in doubt for doubt in doubts)
+
+
 def test_the_judgement_prints_and_serialises() -> None:
     fitted = fit(made_up(1200, sharpness=2.0), has_confidence=True)
     lines = fitted.lines()

@@ -49,7 +49,7 @@ def test_requests_keep_their_contexts() -> None:
 
 @pytest.mark.parametrize("field", ["max_tokens", "tokens_per_request", "repeats"])
 def test_counts_under_one_are_refused(field: str) -> None:
-    settings = {"max_tokens": 2, "tokens_per_request": 2, "context": 4, "repeats": 1, field: 0}
+    settings: dict[str, Any] = {"max_tokens": 2, "tokens_per_request": 2, "context": 4, "repeats": 1, field: 0}
     with pytest.raises(ConfigError, match=f"{field} is 0"):
         step_seconds(TableTarget(), **settings)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_stop_tokens_end_a_rounds_slots() -> None:
             max_new_tokens=30,
             stop_token_ids=[3],
             scheduler=recorder,
-            on_round=lambda record, to=recorder: to.observe(record, 0),
+            on_round=partial(recorder.observe, prompt=0),
         )
         if answer.finish_reason != "stop" or not answer.rounds:
             continue

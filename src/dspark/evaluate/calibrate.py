@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from dspark.errors import DataError
 from dspark.evaluate.recorder import PlayedRounds
-from dspark.maths.calibration import RoundOutcomes, SlotQuality, fit_temperatures, judge, scaled, summarise
+from dspark.maths.calibration import GRID, RoundOutcomes, SlotQuality, fit_temperatures, judge, scaled, summarise
 from dspark.maths.estimator import Estimator, fit_estimator
 
 LEAST_ROUNDS = 100  # in each share
@@ -44,6 +44,22 @@ class Fitted:
                 f"{raw.auc:>6.3f} {mended.auc:>6.3f} {raw.label:>8.3f}"
             )
         return shown
+
+    def doubts(self) -> list[str]:
+        """Reasons not to trust the temperatures, in words; none if all is well."""
+        found = []
+        edges = [k for k, value in enumerate(self.sts_temperatures) if not GRID[0] < value < GRID[-1]]
+        if edges:
+            found.append(
+                f"the best temperature of position {', '.join(map(str, edges))} is the last one tried; record more "
+                "rounds, or the confidences there are no better than a constant"
+            )
+        before, after = self.totals
+        if not after.ece < before.ece:
+            found.append(
+                f"on held-out rounds the ECE went from {before.ece:.2%} to {after.ece:.2%}; record more rounds"
+            )
+        return found
 
     @property
     def totals(self) -> tuple[SlotQuality, SlotQuality]:

@@ -22,14 +22,18 @@ from dspark.errors import ConfigError
 from dspark.schedule_files import Calibration, Profile
 
 
-def sglang_temperatures(calibration: Calibration) -> dict[str, Any]:
-    """The calibration as SGLang's STS table. Raises :class:`ConfigError` if it needs an estimator, which SGLang does
-    not have."""
-    if calibration.estimator is not None:
+def check_exportable(drafter: str, *, has_head: bool) -> None:
+    """Raise :class:`ConfigError` for a drafter without a confidence head: SGLang has nothing in its place."""
+    if not has_head:
         raise ConfigError(
-            f"{calibration.drafter} has no confidence head and SGLang schedules by one; "
-            "only calibrations of a head can be exported"
+            f"{drafter} has no confidence head and SGLang schedules by one; "
+            "only calibrations of a head can be exported: leave --sglang out"
         )
+
+
+def sglang_temperatures(calibration: Calibration) -> dict[str, Any]:
+    """The calibration as SGLang's STS table. Raises :class:`ConfigError` if it is not of a confidence head."""
+    check_exportable(calibration.drafter, has_head=calibration.estimator is None)
     return {
         "temperatures": list(calibration.sts_temperatures),
         "dataset": ", ".join(Path(name).name for name in calibration.prompts),
