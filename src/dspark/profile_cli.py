@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,44 @@ def run(
     ``max_tokens`` None covers four requests that draft whole blocks.
     """
     bundle = Bundle.load(model, drafter, candidates=candidates, **place)
+    most = 4 * (bundle.drafter.block_size + 1) if max_tokens is None else max_tokens
+    profile = measure_bundle(
+        bundle,
+        max_tokens=most,
+        contexts=contexts,
+        requests=requests,
+        repeats=repeats,
+        on_context=lambda context: typer.echo(
+            f"1 to {most} tokens behind {context}, {repeats} times each", err=True
+        ),
+    )
+    profile.write(out)
+    for line in lines(profile):
+        typer.echo(line)
+    typer.echo(str(out))
+    if sglang is not None:
+        write_table(sglang, sglang_table(profile))
+        typer.echo(str(sglang))
+
+
+def measure_bundle(
+    bundle: Bundle,
+    *,
+    max_tokens: int,
+    contexts: Sequence[int],
+    requests: Sequence[int],
+    repeats: int,
+    on_context: Callable[[int], None] = lambda context: None,
+) -> Profile:
+    """Steps of 1 to ``max_tokens`` tokens behind each of ``contexts``, and drafting for each number of ``requests``;
+    ``on_context`` hears of every curve before it is measured."""
     per_request = bundle.drafter.block_size + 1
-    most = 4 * per_request if max_tokens is None else max_tokens
     curves = []
     for context in contexts:
-        typer.echo(f"1 to {most} tokens behind {context}, {repeats} times each", err=True)
+        on_context(context)
         seconds = step_seconds(
             bundle.target,
-            max_tokens=most,
+            max_tokens=max_tokens,
             tokens_per_request=per_request,
             context=context,
             repeats=repeats,
@@ -63,25 +93,18 @@ def run(
         drafting = tuple(
             draft_seconds(bundle.target, bundle.drafter, requests=requests, context=contexts[0], repeats=repeats)
         )
-    profile = Profile(
-        model=model,
+    return Profile(
+        model=bundle.model,
         setting=Setting.of(bundle.target, model_fingerprint=folder_fingerprint(bundle.folder)),
         contexts=tuple(contexts),
         tokens_per_request=per_request,
         sps=tuple(curves),
         drafter=bundle.drafter.name,
-        drafter_fingerprint=drafter_fingerprint(drafter),
+        drafter_fingerprint=drafter_fingerprint(bundle.drafter_spec),
         draft_requests=tuple(requests) if drafting else (),
         draft_seconds=drafting,
         repeats=repeats,
     )
-    profile.write(out)
-    for line in lines(profile):
-        typer.echo(line)
-    typer.echo(str(out))
-    if sglang is not None:
-        write_table(sglang, sglang_table(profile))
-        typer.echo(str(sglang))
 
 
 def lines(profile: Profile) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,20 +67,27 @@ def evaluation_filter(paths: Sequence[Path]) -> OverlapFilter | None:
     return OverlapFilter(sets)
 
 
-def convert(
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """Prompts that were kept, by id, and a line for every reason why others were not."""
+
+    prompts: dict[str, Prompt]
+    refusals: tuple[str, ...]
+
+
+def gather(
     source: Source,
-    out: Path,
     *,
-    evaluation: Sequence[Path],
-    limit: int | None,
-    domain: str | None,
-    similarity: float | None,
-) -> None:
-    """Write the prompts of files or of a Hub data set as one file of {"id", "turns", ...}.
+    evaluation: Sequence[Path] = (),
+    limit: int | None = None,
+    domain: str | None = None,
+    similarity: float | None = None,
+) -> Gathered:
+    """The prompts of files or of a Hub data set.
 
     Refused with a count and their ids: rows that are no prompts, prompts that share thirteen words with an
     ``evaluation`` file, and, where ``similarity`` is given, near-duplicates of an earlier prompt. ``limit`` counts the
-    prompts that are kept. Raises :class:`DataError` if none is.
+    prompts that are kept.
     """
     overlap = evaluation_filter(evaluation)
     seen = NearDuplicates(similarity) if similarity is not None else None
@@ -107,13 +114,30 @@ def convert(
             kept[prompt["id"]] = prompt if domain is None else {**prompt, "domain": domain}
             if seen is not None:
                 seen.add(prompt["id"], text)
+    return Gathered(prompts=kept, refusals=tuple(refusals.lines()))
+
+
+def convert(
+    source: Source,
+    out: Path,
+    *,
+    evaluation: Sequence[Path],
+    limit: int | None,
+    domain: str | None,
+    similarity: float | None,
+) -> None:
+    """Write what :func:`gather` keeps as one file of {"id", "turns", ...}, and say what it refused.
+
+    Raises :class:`DataError` if no prompt is left.
+    """
+    found = gather(source, evaluation=evaluation, limit=limit, domain=domain, similarity=similarity)
     console = Console(stderr=True, highlight=False)
-    for line in refusals.lines():
+    for line in found.refusals:
         console.print(line, soft_wrap=True, markup=False)
-    if not kept:
+    if not found.prompts:
         raise DataError("no prompts are left; give others, or fewer filters")
-    _write(out, kept.values())
-    console.print(f"{len(kept)} prompts", soft_wrap=True)
+    write_prompts(out, found.prompts.values())
+    console.print(f"{len(found.prompts)} prompts", soft_wrap=True)
     Console(highlight=False).print(str(out), soft_wrap=True)
 
 
@@ -152,7 +176,7 @@ def write_own(
             if not console.is_terminal:
                 console.print(words, soft_wrap=True)
     console.print(_refused_line(chosen), soft_wrap=True, markup=False)
-    _write(out, chosen.prompts)
+    write_prompts(out, chosen.prompts)
     Console(highlight=False).print(str(out), soft_wrap=True)
 
 
@@ -175,5 +199,6 @@ def _rows(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}:{number}", row
 
 
-def _write(out: Path, prompts: Any) -> None:
+def write_prompts(out: Path, prompts: Iterable[Prompt]) -> None:
+    """Write a prompts file in one step."""
     atomic_write_text(out, "".join(json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts))

@@ -176,10 +176,10 @@ def for_target(target_config: Any, *, mask_token_id: int, num_taps: int = 5, **c
         "num_attention_heads": text.num_attention_heads,
         "num_key_value_heads": getattr(heads, "num_key_value_heads", None) or text.num_attention_heads,
         "head_dim": getattr(heads, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        "intermediate_size": text.intermediate_size,
-        "rms_norm_eps": text.rms_norm_eps,
+        "intermediate_size": _feed_forward(text),
+        "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,  # families with other norms name theirs otherwise
         "rope_theta": _full_rope(text).get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0,
-        "max_position_embeddings": text.max_position_embeddings,
+        "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 2048,
         "final_soft_cap": getattr(text, "final_logit_softcapping", None) or 0.0,
         "mask_token_id": mask_token_id,
         "target_layer_ids": default_taps(text.num_hidden_layers, num_taps),
@@ -196,6 +196,13 @@ def for_target(target_config: Any, *, mask_token_id: int, num_taps: int = 5, **c
 def text_config(target_config: Any) -> Any:
     """The language model's part of a transformers configuration."""
     return getattr(target_config, "text_config", target_config)
+
+
+def _feed_forward(text: Any) -> int:
+    """Width of the feed-forward part; four times the hidden size where the family does not say (GPT-2), and the widest
+    where it differs from layer to layer."""
+    size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return max(size) if isinstance(size, list | tuple) else int(size)
 
 
 def _full_rope(text: Any) -> dict[str, Any]:
