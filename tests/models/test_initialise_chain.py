@@ -19,8 +19,9 @@ LAST = "model.layers.5"
 
 def made(kind: str) -> ChainModel:
     shape = {**SHAPE, "rms_norm_eps": 1e-12}
+    shape |= {"layer_style": "gemma4", "attention_k_eq_v": True} if kind.startswith("gemma") else {}
     model = (
-        MTPModel(MTPConfig(**shape)) if kind == "mtp" else Eagle3Model(Eagle3Config(**shape, target_layer_ids=(0, 4)))
+        MTPModel(MTPConfig(**shape)) if "mtp" in kind else Eagle3Model(Eagle3Config(**shape, target_layer_ids=(0, 4)))
     )
     fresh(model, seed=1)
     return model
@@ -28,7 +29,7 @@ def made(kind: str) -> ChainModel:
 
 def tensors(model: ChainModel) -> dict[str, Tensor]:
     """A target's last layer of the drafter's shape, with norms on q and k as Qwen3 has them."""
-    random, own = torch.Generator().manual_seed(2), dict(model.named_parameters())
+    random, own = torch.Generator().manual_seed(2), model.state_dict()
     found = {}
     for name, parameter in own.items():
         if name.startswith("layers.0.") and "hidden_norm" not in name:
@@ -39,24 +40,27 @@ def tensors(model: ChainModel) -> dict[str, Tensor]:
     return {**found, "model.norm.weight": torch.randn(HIDDEN, generator=random)}
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "gemma eagle3", "gemma mtp"])
 def test_what_the_target_has_is_copied(kind: str) -> None:
     model = made(kind)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     source = tensors(model)
     chain_from_target(model, source)
-    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    own = model.state_dict()
     assert torch.equal(own["norm.weight"], source["model.norm.weight"])
     for name in ("o_proj", "q_norm", "k_norm"):
         assert torch.equal(own[f"layers.0.self_attn.{name}.weight"], source[f"{LAST}.self_attn.{name}.weight"])
     for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm"):
         assert torch.equal(own[f"layers.0.{name}.weight"], source[f"{LAST}.{name}.weight"])
-    for name in ("q_proj", "k_proj", "v_proj"):
+    if kind.startswith("gemma"):
+        for name in ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight", "layer_scalar"):
+            assert torch.equal(own[f"layers.0.{name}"], source[f"{LAST}.{name}"])
+    for name in ("q_proj", "k_proj") if kind.startswith("gemma") else ("q_proj", "k_proj", "v_proj"):
         ours, theirs = own[f"layers.0.self_attn.{name}.weight"], source[f"{LAST}.self_attn.{name}.weight"]
         assert torch.equal(ours[:, -HIDDEN:], theirs)
-        if kind == "eagle3":
+        if "eagle3" in kind:
             torch.testing.assert_close(ours[:, :HIDDEN], before[f"layers.0.self_attn.{name}.weight"][:, :HIDDEN] / 10)
-    norm = "layers.0.hidden_norm.weight" if kind == "eagle3" else "layers.0.input_layernorm.weight"
+    norm = "layers.0.hidden_norm.weight" if "eagle3" in kind else "layers.0.input_layernorm.weight"
     assert torch.equal(own[norm], source[f"{LAST}.input_layernorm.weight"])
 
 

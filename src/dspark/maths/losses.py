@@ -89,12 +89,13 @@ class SparseTarget:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Losses of [hidden ; embedding] against a frozen head and a trained W2; gradients are computed in the forward
-    pass."""
+    """Losses of [hidden ; embedding] against a head, frozen or not, and a trained W2; gradients are computed in the
+    forward pass."""
 
     @staticmethod
     def forward(ctx, hidden, prev, w2, head, target, labels, weights, alphas, soft_cap, chunk, train):  # type: ignore[no-untyped-def]
         rows, compute, wanted = hidden.shape[0], hidden.dtype, train and any(ctx.needs_input_grad)
+        master, head = head, head.to(compute)
         matrix = head if w2 is None else torch.cat((head, w2.to(compute)), 1)
         d_hidden = torch.empty_like(hidden) if wanted else None
         d_prev = torch.empty_like(prev) if prev is not None and wanted else None
@@ -102,6 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if w2 is not None and wanted:
             d_w2 = torch.zeros_like(w2, dtype=torch.promote_types(compute, torch.float32))
         wide = torch.promote_types(compute, torch.float32)
+        d_head = torch.zeros_like(master, dtype=wide) if train and ctx.needs_input_grad[3] else None
         stats = [torch.empty(rows, dtype=wide, device=hidden.device) for _ in range(3)]
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
@@ -120,10 +122,12 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             base_grad = grad if slope is None else grad * slope
             d_hidden[part] = base_grad @ head
+            if d_head is not None:
+                d_head += base_grad.T @ hidden[part]
             if prev is not None and d_prev is not None:
                 d_prev[part] = grad @ matrix[:, head.shape[1] :]
                 d_w2 += grad.T @ prev[part]
-        ctx.grads = (d_hidden, d_prev, d_w2)
+        ctx.grads = (d_hidden, d_prev, d_w2, d_head)
         ce, soft, l1 = stats
         total = (weights * (alphas.ce * ce + alphas.soft * soft + alphas.l1 * l1)).sum()
         ctx.mark_non_differentiable(ce, soft, l1)
@@ -131,9 +135,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_total, *_):  # type: ignore[no-untyped-def]
-        d_hidden, d_prev, d_w2 = ctx.grads
-        scaled = [None if g is None else g * d_total.to(g.dtype) for g in (d_hidden, d_prev, d_w2)]
-        return (*scaled, None, None, None, None, None, None, None, None)
+        scaled = [None if g is None else g * d_total.to(g.dtype) for g in ctx.grads]
+        return (*scaled, None, None, None, None, None, None, None)
 
 
 def _chunk_gradient(
@@ -186,12 +189,13 @@ def chunked_losses(
     soft_cap: float = 0.0,
     chunk: int = 256,
 ) -> tuple[Float[Tensor, ""], SlotLosses]:
-    """The fast form. Returns sum(weights * loss), differentiable in ``hidden``, ``prev`` and ``w2``, and the per-slot
-    values; without autograd (``torch.no_grad``) the gradients are not computed.
+    """The fast form. Returns sum(weights * loss), differentiable in ``hidden``, ``prev``, ``w2`` and ``head``, and the
+    per-slot values; without autograd (``torch.no_grad``) the gradients are not computed.
 
     ``prev`` is W1[previous token], ``w2`` the Markov head's output matrix (fp32 master; cast to the compute dtype
-    here), ``head`` the frozen head's rows of the draft vocabulary in the compute dtype. ``weights`` already carry the
-    step's denominator. At most ``chunk`` x draft_vocab logits exist at a time.
+    here), ``head`` the frozen head's rows of the draft vocabulary in the compute dtype, or the fp32 master of a head of
+    the drafter's own, which is trained. ``weights`` already carry the step's denominator. At most ``chunk`` x
+    draft_vocab logits exist at a time.
     """
     train = torch.is_grad_enabled()  # asked here: inside the function it is always off
     total, ce, soft, l1 = _ChunkedLoss.apply(

@@ -1,7 +1,7 @@
 """Draft losses of a drafter whose head is its own and trained (EAGLE-3's files), beside :mod:`dspark.maths.losses`.
 
-There the head is the target's and frozen, and a sequential head adds W2 . latent. A trained head is the same product
-with nothing frozen beside it: latent is the state itself, and W2 the head.
+There the head is mostly the target's and frozen, and a sequential head corrects it; here nothing is frozen and nothing
+corrected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ def own_head_losses(
     weights: Float[Tensor, "rows"],
     *,
     alphas: LossAlphas,
+    soft_cap: float = 0.0,
     chunk: int = 256,
 ) -> tuple[Float[Tensor, ""], SlotLosses]:
-    """:func:`chunked_losses` of logits ``head`` . ``hidden``, differentiable in both; ``head`` is an fp32 master."""
-    nothing, frozen = hidden[:, :0], head.detach()[:, :0].to(hidden.dtype)
-    return chunked_losses(nothing, hidden, head, frozen, target, labels, weights, alphas=alphas, chunk=chunk)
+    """:func:`chunked_losses` of logits ``head`` . ``hidden``, capped by ``soft_cap`` (0 is off) and differentiable in
+    both; ``head`` is an fp32 master."""
+    return chunked_losses(
+        hidden, None, None, head, target, labels, weights, alphas=alphas, soft_cap=soft_cap, chunk=chunk
+    )
