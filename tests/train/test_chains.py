@@ -14,8 +14,7 @@ from dspark.core import SamplingParams
 from dspark.data.anchors import Blocks, make_blocks
 from dspark.data.features import FeatureSource, Sample
 from dspark.errors import DataError
-from dspark.maths.losses import LossAlphas, SparseTarget, slot_losses
-from dspark.maths.own_head import own_head_losses
+from dspark.maths.losses import LossAlphas, slot_losses
 from dspark.models.chain import ChainModel
 from dspark.train.chains import chain_batch, run_chain_states, run_chains, usable
 from dspark.train.config import TrainConfig, drafter_defaults
@@ -52,8 +51,9 @@ def one_chain_at_a_time(target: TableTarget, made: ChainModel, parts: list[Part]
     """The step's mean loss, and c* of every supervised slot, from naive states and whole distributions."""
     ids, total, denominator, rates = made.draft_token_ids(), torch.zeros((), dtype=torch.float64), 0.0, []
     head = made.own_head()
+    embed = target.embed if made.own_embedding() is None else made.embed
     for sample, kept, blocks in parts:
-        embeds = torch.cat((target.embed(sample.token_ids), torch.zeros(STEPS, HIDDEN).double()))
+        embeds = torch.cat((embed(sample.token_ids), torch.zeros(STEPS, HIDDEN).double()))
         for b, anchor in enumerate(blocks.anchors.tolist()):
             states = naive_chain(made, embeds, kept.features.double(), anchor - 1, STEPS)
             rates.append([])
@@ -79,6 +79,9 @@ CASES = [
     ("eagle3", {"draft_vocab_size": 11}),
     ("eagle3", {"own_head": True, "draft_vocab_size": 11}),
     ("eagle3 without q/k norms", {"final_soft_cap": 0.8}),
+    ("eagle3.1", {"own_head": True, "final_soft_cap": 0.8}),
+    ("eagle3 with its own embedding and head", {"draft_vocab_size": 11}),
+    ("gemma eagle3 with values and embedding of its own", {}),
     ("mtp", {}),
     ("mtp", {"draft_vocab_size": 11, "final_soft_cap": 0.8}),
 ]
@@ -136,19 +139,3 @@ def test_rows_end_with_the_last_start() -> None:
     torch.testing.assert_close(batch.next_embeds[9], frozen.target.embed(sample.token_ids[10]))
     torch.testing.assert_close(batch.step_embeds[3, 0], frozen.target.embed(sample.token_ids[10]))
     torch.testing.assert_close(batch.step_embeds[0, 2], frozen.target.embed(sample.token_ids[5]))
-
-
-def test_a_trained_head_has_the_gradients_of_the_dense_loss() -> None:
-    random = torch.Generator().manual_seed(0)
-    hidden, head = (torch.randn(n, 5, generator=random).double().requires_grad_() for n in (6, 9))
-    probs = torch.randn(6, 12, generator=random).double().softmax(1)[:, :9]  # some mass lies outside the vocabulary
-    labels, weights = torch.tensor([0, -1, 3, 8, 2, 2]), torch.rand(6, generator=random).double()
-    sparse = SparseTarget(torch.arange(9).expand(6, -1), probs)
-    loss, slots = own_head_losses(hidden, head, sparse, labels, weights, alphas=ALPHAS, chunk=4)
-    dense = slot_losses(hidden @ head.T, probs, labels)
-    expected = (weights * dense.weighted(ALPHAS)).sum()
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(slots.acceptance_rate, dense.acceptance_rate)
-    ours, theirs = (torch.autograd.grad(x, (hidden, head)) for x in (loss, expected))
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)

@@ -52,7 +52,7 @@ def run_chains(
     parts, device = usable(parts), shared.head.device
     labels = torch.cat([blocks.labels for _, _, blocks in parts]).to(device)
     supervised = torch.cat([blocks.supervised for _, _, blocks in parts]).to(device)
-    hidden = model(chain_batch(shared, parts))
+    hidden = model(chain_batch(shared, parts, model))
     decay = config.step_loss_decay
     weights = slot_weights(supervised, -1 / math.log(decay) if decay < 1 else math.inf)
     weights = (weights / weights.sum().clamp(min=1e-6)).flatten()
@@ -76,7 +76,7 @@ def run_chain_states(model: ChainModel, shared: FrozenHead, parts: Sequence[Part
     """One forward pass of chains of one step, and the relative squared error of its state against the target's final
     one, as :func:`dspark.train.blocks.run_states` does for blocks."""
     parts = usable(parts)
-    return state_numbers(state_errors(model(chain_batch(shared, parts))[:, 0], parts))
+    return state_numbers(state_errors(model(chain_batch(shared, parts, model))[:, 0], parts))
 
 
 def usable(parts: Sequence[Part]) -> list[Part]:
@@ -94,9 +94,12 @@ def usable(parts: Sequence[Part]) -> list[Part]:
     return kept
 
 
-def chain_batch(shared: FrozenHead, parts: Sequence[Part]) -> ChainBatch:
-    """The chains of ``parts``; a sample's rows end with its last start."""
+def chain_batch(shared: FrozenHead, parts: Sequence[Part], model: ChainModel | None = None) -> ChainBatch:
+    """The chains of ``parts``; a sample's rows end with its last start. Embeddings are the target's, unless ``model``
+    has its own, to which gradients then flow."""
     device, embed = shared.head.device, shared.target.embed
+    if model is not None and model.own_embedding() is not None:
+        embed = model.embed
     counts = [int(blocks.anchors[-1]) for _, _, blocks in parts]
     features = [kept.features[:rows] for (_, kept, _), rows in zip(parts, counts, strict=True)]
     nexts = [sample.token_ids[1 : rows + 1] for (sample, _, _), rows in zip(parts, counts, strict=True)]
@@ -123,10 +126,9 @@ def _losses(
     chunk: int,
 ) -> tuple[Float[Tensor, ""], SlotLosses]:
     """Draft losses against the target's head or the drafter's own."""
-    own = model.own_head()
+    own, cap = model.own_head(), model.config.final_soft_cap
     if own is not None:
-        return own_head_losses(rows, own.weight, target, labels, weights, alphas=alphas, chunk=chunk)
-    cap = model.config.final_soft_cap
+        return own_head_losses(rows, own.weight, target, labels, weights, alphas=alphas, soft_cap=cap, chunk=chunk)
     return chunked_losses(
         rows, None, None, shared.head, target, labels, weights, alphas=alphas, soft_cap=cap, chunk=chunk
     )

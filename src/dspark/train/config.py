@@ -12,6 +12,8 @@ from dspark.train.optim import SCHEDULES
 
 INITIALISERS = ("target", "fresh")
 CHAINS = ("eagle3", "mtp")  # one layer, run once per draft
+# Fields of Eagle3Config that a run chooses under the same name.
+EAGLE3_OPTIONS = ("own_head", "own_embedding", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 DRAFTERS = ("dspark", "dflash", *CHAINS)
 
 
@@ -68,6 +70,11 @@ class TrainConfig:
     confidence_detach: bool = True  # confidence loss trains its own head alone
     unroll: int = 0  # steps of a chain that eagle3 and mtp are trained on; 0 is block_size
     own_head: bool = False  # eagle3: train a head of its own instead of sharing the target's
+    own_embedding: bool = False  # eagle3: train an embedding of its own
+    norm_before_residual: bool = False  # eagle3: this and the next three say where it norms, see `Eagle3Config`
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
     # the start
     initialise: str = (
@@ -176,8 +183,11 @@ class TrainConfig:
                 f"unroll is {self.unroll}; it must lie in 0..{self.block_size}, and 0 unless the drafter is a chain "
                 f"({', '.join(CHAINS)})"
             )
-        if self.own_head and self.drafter != "eagle3":
-            raise ConfigError(f"own_head is true; {self.drafter} shares the target's head, set false")
+        for name in EAGLE3_OPTIONS if self.drafter != "eagle3" else ():
+            if getattr(self, name):
+                raise ConfigError(f"{name} is true; {self.drafter} has no such choice, set false")
+        if self.norm_before_fc and self.fc_norm:
+            raise ConfigError("norm_before_fc and fc_norm are both true; taps are normed together or one by one")
         if self.own_head and (self.alpha_state or self.state_steps):
             raise ConfigError("own_head is true; states can only be learned under the target's head, set state_steps 0")
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
@@ -37,7 +38,7 @@ from dspark.models.mtp import MTPConfig, MTPModel
 from dspark.models.target import Target, TargetInfo
 from dspark.train.blocks import Shared, make_shared, run_blocks, run_states
 from dspark.train.chains import run_chain_states, run_chains
-from dspark.train.config import CHAINS, TrainConfig
+from dspark.train.config import CHAINS, EAGLE3_OPTIONS, TrainConfig
 from dspark.train.slots import FrozenHead, Part, StepNumbers, freeze_head
 
 
@@ -165,9 +166,8 @@ class ChainMethod:
             self.model = MTPModel(MTPConfig(**shape))
         else:
             taps, decay = draft.target_layer_ids, config.step_loss_decay
-            self.model = Eagle3Model(
-                Eagle3Config(**shape, target_layer_ids=taps, step_loss_decay=decay, own_head=config.own_head)
-            )
+            options = {name: getattr(config, name) for name in EAGLE3_OPTIONS}
+            self.model = Eagle3Model(Eagle3Config(**shape, target_layer_ids=taps, step_loss_decay=decay, **options))
         fresh(self.model, seed=config.seed)
         self._frozen: FrozenHead | None = None
 
@@ -187,11 +187,15 @@ class ChainMethod:
         self._frozen = freeze_head(target, self.model.draft_token_ids(), target.info.dtype)
 
     def start(self, tensors: dict[str, Tensor] | None, samples: Sequence[Sample]) -> dict[str, float]:
-        """The layer from the target's last one, and a head of its own from the target's; samples show nothing."""
+        """The layer from the target's last one, and a head and embedding of its own from the target's; samples show
+        nothing."""
         if tensors is not None:
             chain_from_target(self.model, tensors)
             if (own := self.model.own_head()) is not None:
                 own.weight.data.copy_(self.frozen.head)
+            if (embedding := self.model.own_embedding()) is not None:
+                ids = torch.arange(embedding.num_embeddings, device=self.frozen.head.device)
+                embedding.weight.data.copy_(self.frozen.target.embed(ids) / self.model.embedding_scale)
         return {}
 
     def numbers(self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas) -> StepNumbers:
