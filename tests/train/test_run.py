@@ -21,7 +21,7 @@ from dspark.models.draft_recipes import default_taps
 from dspark.models.drafter import NoDrafter
 from dspark.models.loading import load_target
 from dspark.models.registry import load_drafter
-from dspark.train.config import DRAFTERS, TrainConfig, drafter_defaults
+from dspark.train.config import DRAFTERS, EAGLE3_OPTIONS, TrainConfig, drafter_defaults
 from dspark.train.run import settle_dtype, train
 from dspark.train_cli import decode_held_out
 
@@ -96,11 +96,16 @@ def test_a_run_learns_and_leaves_a_drafter_that_decodes(base: TrainConfig, tmp_p
     assert drafted.token_ids == plain.token_ids and sum(len(r.draft_tokens) for r in drafted.rounds) > 0
 
 
-@pytest.mark.parametrize("fields", [{"own_head": True, "draft_vocab": 0}, {"initialise": "fresh", "unroll": 2}])
+OWN = {"own_head": True, "own_embedding": True, "draft_vocab": 0}
+NORMED = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
+
+
+@pytest.mark.parametrize("fields", [OWN | NORMED, {"initialise": "fresh", "unroll": 2, "norm_before_fc": True}])
 def test_eagle3_with_its_other_choices(base: TrainConfig, tmp_path: Path, fields: dict) -> None:
     config = of_method(base, "eagle3", out=str(tmp_path / "run"), steps=3, **fields)
     found = load_drafter(str(train(config)), load_target(config.model, dtype="float32"))
-    assert found.block_size == 3 and found.config.own_head == config.own_head
+    assert found.block_size == 3
+    assert all(getattr(found.config, name) == getattr(config, name) for name in EAGLE3_OPTIONS)
     origin = load_file(tmp_path / "run" / "last" / "model.safetensors")
     second = replace(
         config, out=str(tmp_path / "second"), steps=1, learning_rate=0.0, initialise=f"{tmp_path}/run/last"
@@ -236,6 +241,8 @@ def test_unusable_fields_are_named(field: str, value: object) -> None:
         ("eagle3", "unroll", 8),
         ("eagle3", "sample_from_anchor", False),
         ("mtp", "own_head", True),
+        ("mtp", "norm_output", True),
+        ("dflash", "own_embedding", True),
     ],
 )
 def test_what_a_method_cannot_use_is_refused(drafter: str, field: str, value: object) -> None:
