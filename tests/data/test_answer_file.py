@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from dspark.artifacts import read_jsonl
 from dspark.chat import ChatFormat
 from dspark.core import SamplingParams
 from dspark.data.answer_file import AnswerFile, answer_settings
-from dspark.data.answers import make_jobs, sample_answers
+from dspark.data.answers import Answer, Job, make_jobs, sample_answers
 from dspark.errors import ConfigError, DataError
 
 PROMPTS = {f"p{i}": {"id": f"p{i}", "turns": [f"say {i} \u2028 é"], "domain": "chat"} for i in range(4)}
@@ -140,6 +141,39 @@ def test_prompts_may_grow_at_the_end_and_not_change(target: TableTarget, chat: C
         with pytest.raises(ConfigError, match=words):
             AnswerFile(path, settings(chat), others)
     AnswerFile(path, settings(chat), {key: {**row, "domain": "math"} for key, row in more.items()})  # is not asked
+
+
+def test_a_file_of_an_older_version_goes_on(target: TableTarget, chat: ChatFormat, tmp_path: Path) -> None:
+    path, manifest = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.manifest.json"
+    answer_all(path, target, chat)
+    content = json.loads(manifest.read_text())
+    for name in ("drawn_by", "turns", "template_options"):
+        del content["fields"][name]
+    manifest.write_text(json.dumps(content))
+    assert answer_all(path, target, chat) == 0
+    assert json.loads(manifest.read_text())["fields"]["drawn_by"] == "dspark"
+
+
+def test_turns_follow_each_other(target: TableTarget, chat: ChatFormat, tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    answer_all(path, target, chat)
+    more = {key: {**row, "turns": [*row["turns"], "and then?"]} for key, row in PROMPTS.items()}
+    file = AnswerFile(path, settings(chat, turns=2), more)
+    assert file.answers == 8 and {len(turns) for turns in file.history.values()} == {1}
+    job = Job(id="p0", sample=0, domain="chat", prompt_ids=(1,), turn=1)
+    with pytest.raises(DataError, match=r"turn 1 of 'p0' is answered, but it has 0 turns"):
+        file.add(Answer(job=replace(job, sample=7), token_ids=(5,), finish_reason="stop"), chat)
+    file.add(Answer(job=job, token_ids=(5,), finish_reason="stop"), chat)
+    assert [past.finished for past in AnswerFile(path, settings(chat, turns=2), more).history["p0", 0]][1]
+    with pytest.raises(ConfigError, match=r"^turns is 1"):
+        AnswerFile(path, settings(chat), more)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, lines[-1]]))
+    with pytest.raises(DataError, match="answered twice"):
+        AnswerFile(path, settings(chat, turns=2), more)
+    path.write_text("".join(line for line in lines if '"turn": 1' in line))
+    with pytest.raises(DataError, match=r"answers to the turns \[1\] and not"):
+        AnswerFile(path, settings(chat, turns=2), more)
 
 
 def test_files_that_are_not_ours_are_left_alone(chat: ChatFormat, tmp_path: Path) -> None:

@@ -145,14 +145,13 @@ class AnswerFile:
 
     def add(self, answer: Answer, chat: ChatFormat) -> None:
         """Append one answer and flush it to the disk. Raises :class:`DataError` for a turn that is not the next."""
+        job = answer.job
+        past = self.history.get((job.id, job.sample), [])
+        if job.turn != len(past):
+            raise DataError(f"turn {job.turn} of {job.id!r} is answered, but it has {len(past)} turns so far")
         row = answer.row(chat)
-        past = self.history.setdefault((answer.job.id, answer.job.sample), [])
-        if answer.job.turn != len(past):
-            raise DataError(
-                f"answer to turn {answer.job.turn} of {answer.job.id!r}, which has {len(past)} answered turns"
-            )
         append_jsonl(self.path, [row])
-        past.append(_past_turn(row))
+        self.history[job.id, job.sample] = [*past, _past_turn(row)]
 
     def _read_manifest(self) -> Fields:
         """The fields of the manifest that must lie beside the file."""
