@@ -29,6 +29,7 @@ from dspark.decode import generate
 from dspark.errors import CheckpointError, ConfigError
 from dspark.export.form import EAGLE3_NORMS
 from dspark.export.formats import FORMATS, format_named, layout_of, open_folder, read_checkpoint, write_checkpoint
+from dspark.export.inspection import describe
 from dspark.models.chain_drafter import Eagle3Drafter
 from dspark.models.draft_config import DraftConfig
 from dspark.models.drafter import NoDrafter
@@ -151,7 +152,13 @@ def test_the_norms_of_published_eagle3_drafters_are_read(tmp_path: Path) -> None
     trained = read_checkpoint(made("speculators-eagle31", tmp_path / "a"))
     assert isinstance(trained.config, Eagle3Config) and trained.config.own_embedding and trained.config.own_head
     assert norms(trained.config) == {"norm_before_residual", "norm_before_fc", "norm_output"}
-    sglang = read_checkpoint(made("sglang-eagle31", tmp_path / "b")).config
+    facts = describe(open_folder(tmp_path / "a"), tmp_path / "a")
+    assert facts["norms"] == ["norm_before_residual", "norm_before_fc", "norm_output"]
+    assert facts["heads"] == ["language-model head of its own", "embedding of its own"]
+    assert facts["copies_of_the_target"] == [] and facts["layer_style"] == "qwen3"
+    capped = read_checkpoint(made("sglang-eagle31", tmp_path / "b"))
+    assert layout_of(capped, format_named("sglang-eagle3")).data["final_logit_softcapping"] == 20.0
+    sglang = capped.config
     assert isinstance(sglang, Eagle3Config) and norms(sglang) == {"fc_norm", "norm_output"}
     assert sglang.own_head and sglang.final_soft_cap == 20.0  # SGLang caps a drafter's logits where its config says so
     nvidia = nvidia_eagle3()

@@ -146,7 +146,7 @@ class ChainDrafter(ABC):
 
     def normed(self, x: Float[Tensor, "rows width"], norm: RMSNorm) -> Float[Tensor, "rows width"]:
         """``norm`` of ``x``."""
-        return (self._fast or self._ops).norm(x, norm)
+        return (self._fast or self._ops).norm(x.contiguous(), norm)
 
     def embed(self, token_ids: Int[Tensor, "rows"]) -> Float[Tensor, "rows hidden"]:
         """Embeddings as the layer reads them: the target's, unless the drafter has its own."""
@@ -294,7 +294,7 @@ class Eagle3Drafter(ChainDrafter):
         if self._tap_norms:
             parts = features.split(self.config.hidden_size, 1)
             pairs = zip(parts, self._tap_norms, strict=True)
-            features = torch.cat([self.normed(part.contiguous(), norm) for part, norm in pairs], 1)
+            features = torch.cat([self.normed(part, norm) for part, norm in pairs], 1)
         return self._fc(features)
 
     def mix(
