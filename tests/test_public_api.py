@@ -35,6 +35,8 @@ BELOW |= {"assignments": {"core", "errors"}}
 BELOW |= {"answers_cli": STAGE | {"data"}, "prompts_cli": STAGE | {"data"}, "audit_cli": STAGE | {"evaluate", "bundle"}}
 BELOW |= {"cache_cli": STAGE | {"data", "train", "train_cli", "cache_runs"}, "cache_runs": STAGE | {"data", "train"}}
 BELOW |= {name: STAGE | {"evaluate", "bundle", "export"} for name in ("calibrate_cli", "profile_cli")}
+STAGES = {"data", "train", "evaluate", "bundle", "train_cli", "prompts_cli", "calibrate_cli", "profile_cli"}
+BELOW |= {"road": STAGE | STAGES, "accelerate_cli": {"errors", "road"}}
 BELOW |= {"cli": {*BELOW}, "__main__": {"cli"}}
 ABOVE = {"models/registry.py": {"export"}}  # the door to drafters of any format stands above the formats
 

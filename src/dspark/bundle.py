@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from dspark.chat import ChatFormat
 from dspark.core import Completion, RoundRecord, SamplingParams
 from dspark.decode import stream
-from dspark.errors import CheckpointError, ConfigError
+from dspark.errors import CheckpointError, ConfigError, DataError
 from dspark.evaluate.profile import profile_sps
 from dspark.maths.calibrated_scheduling import ProfiledGreedyScheduler
 from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, Scheduler, ThresholdScheduler
@@ -20,10 +22,21 @@ from dspark.models.loading import load_target
 from dspark.models.registry import load_drafter
 from dspark.models.target import Target
 from dspark.models.weights import resolve_model
-from dspark.schedule_files import Calibration, Profile, Setting, drafter_fingerprint, folder_fingerprint
+from dspark.schedule_files import (
+    CALIBRATION_NAME,
+    PROFILE_NAME,
+    Calibration,
+    Profile,
+    Setting,
+    drafter_fingerprint,
+    folder_fingerprint,
+)
 
 OTHERS = "name another with --drafter: ngram, none or a folder"
 SCHEDULERS = ("fixed", "threshold", "greedy")
+Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
 
 
 class Answer:
@@ -132,33 +145,56 @@ class Bundle:
         profile: Path | None = None,
         sampling: SamplingParams | None = None,
     ) -> Scheduler:
-        """The scheduler called ``name``, with the files of `dspark calibrate` and `dspark profile` if given.
+        """The scheduler called ``name``, with the files of `dspark calibrate` and `dspark profile`: those given, or
+        those in the drafter's own folder where they fit (one that does not is left aside with a warning).
 
         ``greedy`` without a profile measures the target's speed first, a matter of seconds. ``sampling`` is what
-        a calibration must be of. Raises :class:`ConfigError` for a file that was made for something else.
+        a calibration must be of. Raises :class:`ConfigError` for a given file that was made for something else.
         """
         check_scheduler(name, verify_len=verify_len, threshold=threshold, calibration=calibration, profile=profile)
-        rule: Scheduler = FixedScheduler(verify_len) if threshold is None else ThresholdScheduler(threshold)
-        if name == "greedy":
-            rule = self._greedy(profile)
-        if calibration is None:
-            return rule
-        fitted = Calibration.read(calibration)
+        if name == "fixed":
+            return FixedScheduler(verify_len)
+        rule = ThresholdScheduler(threshold) if threshold is not None else self._greedy(profile)
+        wanted = sampling or SamplingParams()
+        if calibration is not None:
+            return self._calibration(calibration, wanted).scheduler(rule)
+        fitted = self._own(CALIBRATION_NAME, lambda path: self._calibration(path, wanted))
+        return rule if fitted is None else fitted.scheduler(rule)
+
+    def _calibration(self, path: Path, sampling: SamplingParams) -> Calibration:
+        """Read and checked."""
+        fitted = Calibration.read(path)
         fitted.check(
             model=folder_fingerprint(self.folder),
             drafter=drafter_fingerprint(self.drafter_spec),
-            sampling=sampling or SamplingParams(),
+            sampling=sampling,
         )
-        return fitted.scheduler(rule)
+        return fitted
+
+    def _own(self, name: str, read: Callable[[Path], Found]) -> Found | None:
+        """What ``read`` makes of a file in the drafter's folder; None where there is none, or none for this run."""
+        path = Path(self.drafter_spec) / name
+        if self.drafter_spec in ("ngram", "none", "default") or not path.is_file():
+            return None
+        try:
+            return read(path)
+        except (ConfigError, DataError) as error:
+            _log.warning("%s is left aside: %s", path, error)
+            return None
 
     def _greedy(self, profile: Path | None) -> Scheduler:
+        measured = self._own(PROFILE_NAME, self._profile) if profile is None else self._profile(profile)
+        if measured is None:
+            return GreedyScheduler(profile_sps(self.target, max_tokens=self.drafter.block_size + 1))
+        return ProfiledGreedyScheduler(measured.contexts, measured.round_curves(1))
+
+    def _profile(self, path: Path) -> Profile:
+        """Read and checked."""
         tokens = self.drafter.block_size + 1
-        if profile is None:
-            return GreedyScheduler(profile_sps(self.target, max_tokens=tokens))
-        measured = Profile.read(profile)
+        measured = Profile.read(path)
         here = Setting.of(self.target, model_fingerprint=folder_fingerprint(self.folder))
         measured.check(here, drafter=drafter_fingerprint(self.drafter_spec), tokens=tokens)
-        return ProfiledGreedyScheduler(measured.contexts, measured.round_curves(1))
+        return measured
 
 
 def _load_drafter(spec: str, target: Target, chat: ChatFormat, candidates: int) -> Drafter:

@@ -386,6 +386,62 @@ def train(
 
 
 @app.command()
+def accelerate(
+    model: Annotated[str, typer.Argument(help="smollm2, a Hugging Face folder, a .gguf file or a Hub id.")],
+    prompts: Annotated[
+        str | None,
+        typer.Option("--prompts", help="JSONL of any shape, or a Hub data set; default: the model writes its own."),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="Time to work, as 60m, 90s or 2h.")] = "60m",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the result; what is done there is not done again.")
+    ] = None,
+    plan_only: Annotated[bool, typer.Option("--plan", help="Measure, print the plan, and stop.")] = False,
+    split: Annotated[str, typer.Option(help="Of a Hub data set.")] = "train",
+    temperature: Annotated[
+        float, typer.Option(help="The model will be run at; calibrated and compared there.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    answers: Annotated[int | None, typer.Option(min=8, help="To learn from; default: what the time allows.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of training; default: what the time allows.")] = None,
+    fields: Annotated[
+        list[str] | None, typer.Option("--set", help="Any field of TrainConfig, as name=value; may be repeated.")
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    implementation: Implementation = "auto",
+    threads: Threads = None,
+) -> None:
+    """Make a model faster: prompts, answers, training, calibration, profile, and a measured before and after."""
+    import dataclasses
+
+    from dspark import accelerate_cli
+    from dspark.assignments import read_fields
+    from dspark.road.budget import read_budget
+    from dspark.road.road import RoadConfig
+    from dspark.train.config import TrainConfig
+
+    config = RoadConfig(
+        model=model,
+        out=str(out or accelerate_cli.default_out(model)),
+        budget=read_budget(budget),
+        prompts=prompts,
+        split=split,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        answers=answers,
+        steps=steps,
+        fields=read_fields({}, fields or [], {f.name: f.default for f in dataclasses.fields(TrainConfig)}),
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        implementation=implementation,
+    )
+    accelerate_cli.run(config, threads=threads, plan_only=plan_only)
+
+
+@app.command()
 def bench(
     prompts: Annotated[
         list[Path] | None,

@@ -34,6 +34,7 @@ from dspark.models.registry import default_drafter_folder
 from dspark.models.target import Target
 
 VERSION = 1  # of both formats
+CALIBRATION_NAME, PROFILE_NAME = "calibration.json", "profile.json"  # in a drafter's folder, found there unasked
 SAMPLES, SAMPLE_BYTES = 64, 4096  # what a fingerprint reads of each weight file
 WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
 

@@ -1,0 +1,221 @@
+"""What a road will do with its time: how many prompts, answers and steps, and what drafts may be worth in the end.
+
+Pure arithmetic on a measured :class:`~dspark.road.probe.Probe`. A training step sees one answer for the first time and
+replays others, so as many answers are wanted as there will be steps, and the time for both is shared out accordingly.
+Stages after training are small and come off first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dspark.errors import ConfigError
+from dspark.models.draft_config import DraftConfig
+from dspark.road.probe import Probe
+
+ANSWER_SHARE = 0.75  # of the most tokens that an answer may have, what answers have on average
+PROMPT_TOKENS = 60  # of a prompt that the model writes, and of one that is not kept
+DRAFTS_PER_PROMPT = 1.6  # written for each one kept
+SLOTS = 1792  # supervised slots of a training step
+OVERHEAD = 1.6  # of a training step over its products alone
+EVALUATIONS = 6  # in the course of a run
+SMALL_SHARE = 0.06  # of the budget: calibration, and the comparison
+CALIBRATION_ROUNDS = 600  # of which half are fitted on, and half judged on
+LEAST_ANSWERS, MOST_ANSWERS = 32, 200_000
+SLACK_SHARE, SLACK_SECONDS = 0.01, 2.0  # kept for writing files, and for what was not foreseen
+CONFIDENCES = (0.55, 0.75)  # chance that a draft survives, given that those before did: a short training, a good one
+BYTES_PER_PARAMETER = 16  # masters, gradients and two moments, fp32
+STATE_BYTES = 12  # masters and moments on the disk, fp32; two states are kept while a third is written
+PROFILES = ((4, 7), (4, 5), (2, 5), (2, 3), (1, 3), (1, 1))  # (requests, repeats), the most thorough first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Numbers that the stages go by, and the time each may take in seconds. Of ``answers`` and ``steps`` the clock has
+    the last word, unless they were fixed by the user."""
+
+    seconds: dict[str, float]  # by stage, in the order of the road
+    prompts: int  # to be had, those for calibration and comparison included
+    answers: int
+    steps: int
+    step_seconds: float
+    evaluate_prompts: int  # decoded at every evaluation of the training; 0: acceptance is computed, not decoded
+    calibration_prompts: int
+    compare_prompts: int
+    play_tokens: int  # most tokens of an answer in calibration and comparison
+    profile_requests: int
+    profile_repeats: int
+    feature_bytes: int
+    disk_bytes: int  # needed
+    memory_bytes: int  # needed beside the target
+    gain: tuple[float, float]  # expected speedup for CONFIDENCES
+
+
+def make_plan(
+    probe: Probe,
+    shape: DraftConfig,
+    *,
+    draft_parameters: int,
+    budget: float,
+    left: float,
+    max_new_tokens: int,
+    own_prompts: bool,
+    answers: int | None = None,
+    steps: int | None = None,
+) -> Plan:
+    """Share ``left`` seconds of the ``budget`` out. ``own_prompts``: the model writes them itself. ``answers`` and
+    ``steps`` are numbers that the user fixed.
+
+    Raises :class:`ConfigError` if the time, the disk or the memory is too little.
+    """
+    one = probe.of(1)
+    play_tokens = min(128, max_new_tokens)
+    each = play_tokens * one
+    least = -(-CALIBRATION_ROUNDS * 3 // play_tokens)  # prompts, if a round commits three tokens
+    calibration = _between(SMALL_SHARE * budget / each, least, max(least, min(96, answers or 96)))
+    # a prompt is answered without drafts, with all of them, and with as many as pay
+    compare = _between(SMALL_SHARE * budget / (3 * each), 4, 24)
+    requests, repeats = _profile(probe, shape.block_size + 1, 0.04 * budget)
+    answer_tokens = ANSWER_SHARE * max_new_tokens
+    answer = answer_tokens / probe.tokens_per_second
+    prompt = DRAFTS_PER_PROMPT * PROMPT_TOKENS / probe.tokens_per_second if own_prompts else 0.0
+    step = step_seconds(probe, draft_parameters, shape)
+    tail = {
+        "calibrate": calibration * each / 1.5,  # drafts that stand save passes
+        "profile": profile_seconds(probe, shape.block_size + 1, requests, repeats),
+        "compare": compare * each * 2.4,
+    }
+    front = (calibration + compare) * prompt
+    room = left - sum(tail.values()) - front - SLACK_SHARE * budget - SLACK_SECONDS
+    count = answers or min(MOST_ANSWERS, int(room / (answer + prompt + step)))
+    if answers is None or steps is None:
+        _check_time(count, room, answer + prompt + step, budget=budget)
+    seconds = {"prompts": front + count * prompt, "answers": count * answer}
+    seconds["train"] = max(0.0, room - seconds["answers"] - count * prompt)
+    planned = steps or max(1, int(0.92 * seconds["train"] / step))  # the rest goes to evaluations
+    features = int(min(8 << 30, 0.35 * probe.memory_free, count * _sample_bytes(probe, shape)))
+    memory = BYTES_PER_PARAMETER * draft_parameters + features + 6 * shape.output_size * shape.hidden_size
+    disk = (3 * STATE_BYTES + 6) * draft_parameters + count * 4096 + (64 << 20)
+    _check_room(probe, memory=memory, disk=disk)
+    evaluated = SMALL_SHARE * seconds["train"] / EVALUATIONS / (64 * one)
+    return Plan(
+        seconds={**seconds, **tail},
+        prompts=count + calibration + compare,
+        answers=count,
+        steps=planned,
+        step_seconds=step,
+        evaluate_prompts=_between(evaluated, 0, 12),
+        calibration_prompts=calibration,
+        compare_prompts=compare,
+        play_tokens=play_tokens,
+        profile_requests=requests,
+        profile_repeats=repeats,
+        feature_bytes=features,
+        disk_bytes=disk,
+        memory_bytes=memory,
+        gain=expected_gain(probe, shape.block_size, draft_parameters),
+    )
+
+
+def step_seconds(probe: Probe, draft_parameters: int, shape: DraftConfig) -> float:
+    """Expected seconds of a training step: one target pass, and the products of forward and backward over its slots at
+    the speed at which that pass multiplies."""
+    rate = 2 * probe.target_parameters * probe.sample_tokens / probe.sample_seconds  # operations per second
+    head = shape.hidden_size * shape.output_size
+    return probe.sample_seconds + OVERHEAD * SLOTS * (6 * draft_parameters + 4 * head) / rate
+
+
+def expected_gain(probe: Probe, block_size: int, draft_parameters: int) -> tuple[float, float]:
+    """Speedup if drafts survive with each of CONFIDENCES: tokens of a round over its cost in plain passes."""
+    draft = draft_parameters / max(1, probe.target_parameters)  # both are bound by reading their weights once
+    cost = probe.of(block_size + 1) / probe.of(1) + draft
+    low, high = (_tokens(block_size, chance) / cost for chance in CONFIDENCES)
+    return low, high
+
+
+def best_block(probe: Probe, choices: Sequence[int]) -> int:
+    """Of ``choices`` the block size that a good drafter gains most with; the first one unless another gains a tenth
+    more."""
+    gains = {size: _tokens(size, CONFIDENCES[1]) / probe.of(size + 1) for size in choices}
+    best = max(gains, key=lambda size: gains[size])
+    return best if gains[best] > 1.1 * gains[choices[0]] else choices[0]
+
+
+def profile_seconds(probe: Probe, per_request: int, requests: int, repeats: int) -> float:
+    """Of the passes over every number of tokens up to whole blocks of ``requests``, in two contexts."""
+    most = per_request * requests
+    return 2 * (repeats + 1) * sum(probe.of(tokens) for tokens in range(1, most + 1))
+
+
+def plan_lines(plan: Plan, probe: Probe, facts: Mapping[str, Any]) -> list[str]:
+    """The plan as text. ``facts`` name the model, its dtype and device, the drafter's shape and the budget."""
+    what = {
+        "prompts": f"{plan.prompts} {facts['prompts']}",
+        "answers": f"{plan.answers} by the model, {probe.rows} at a time, {probe.tokens_per_second:.0f} tokens/s",
+        "train": f"about {plan.steps} steps of {plan.step_seconds:.2f} s",
+        "calibrate": f"{plan.calibration_prompts} held-out prompts of up to {plan.play_tokens} tokens",
+        "profile": f"steps for up to {plan.profile_requests} requests, {plan.profile_repeats} times each",
+        "compare": f"{plan.compare_prompts} held-out prompts, with and without drafts",
+    }
+    low, high = plan.gain
+    eight = f"{1e3 * probe.of(8):.1f} ms over eight tokens"
+    return [
+        f"{facts['model']}: {probe.target_parameters / 1e6:.0f} M parameters, {facts['dtype']} on {facts['device']}; "
+        f"a pass takes {1e3 * probe.of(1):.1f} ms, {eight}",
+        f"drafter: {facts['drafter']}",
+        *(f"{name:>10} {clock_text(plan.seconds[name]):>8}  {words}" for name, words in what.items()),
+        f"{'disk':>10} {plan.disk_bytes / 1e9:>5.1f} GB  of {probe.disk_free / 1e9:.0f} free",
+        f"{'memory':>10} {plan.memory_bytes / 1e9:>5.1f} GB  of {probe.memory_free / 1e9:.0f} free, beside the model",
+        f"expected: {low:.1f} to {high:.1f} times the speed (if {CONFIDENCES[0]:.0%} to {CONFIDENCES[1]:.0%} of drafts "
+        "stand)" + (" - drafting may not pay here" if high < 1.05 else ""),
+    ]
+
+
+def clock_text(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    whole = round(max(0.0, seconds))
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def _tokens(block_size: int, chance: float) -> float:
+    """Tokens of a round whose drafts survive with ``chance`` each, the bonus included."""
+    return sum(chance**k for k in range(block_size + 1))
+
+
+def _between(value: float, low: int, high: int) -> int:
+    return max(low, min(high, int(value)))
+
+
+def _profile(probe: Probe, per_request: int, seconds: float) -> tuple[int, int]:
+    """The most thorough profile that takes no longer than ``seconds``, else the shortest."""
+    fitting = (each for each in PROFILES if profile_seconds(probe, per_request, *each) <= seconds)
+    return next(fitting, PROFILES[-1])
+
+
+def _sample_bytes(probe: Probe, shape: DraftConfig) -> int:
+    """Features of one training sample in memory: tapped states, final states, 64 probabilities a position."""
+    return probe.sample_tokens * (2 * (shape.feature_size + shape.hidden_size) + 64 * 6)
+
+
+def _check_time(count: int, room: float, each: float, *, budget: float) -> None:
+    if room <= 0 or count < LEAST_ANSWERS:
+        needed = 1.2 * (budget - room + LEAST_ANSWERS * each)
+        raise ConfigError(
+            f"budget is {clock_text(budget)}, too little for this model on this machine; give at least "
+            f"{clock_text(needed)}"
+        )
+
+
+def _check_room(probe: Probe, *, memory: int, disk: int) -> None:
+    if disk > probe.disk_free:
+        raise ConfigError(
+            f"out needs {disk / 1e9:.1f} GB and its disk has {probe.disk_free / 1e9:.1f} free; choose another disk"
+        )
+    if memory > probe.memory_free:
+        raise ConfigError(
+            f"training needs {memory / 1e9:.1f} GB of memory beside the model and {probe.memory_free / 1e9:.1f} are "
+            "free; free some, or take a smaller model"
+        )
