@@ -1,7 +1,8 @@
 """Anchors: the positions of an answer from which blocks are drafted in training.
 
-Position a opens a block iff both a and a + 1 are supervised. Slot k of its block predicts the token at a + k + 1, and is
-supervised while every label up to it is inside the sequence and the loss mask (DeepSpec `modeling/dspark/common.py`).
+Position a opens a block iff both a and a + 1 are supervised. Slot k of its block predicts the token at a + k + 1, and
+is supervised while every label up to it is inside the sequence and the loss mask (DeepSpec
+`modeling/dspark/common.py`).
 """
 
 from __future__ import annotations
