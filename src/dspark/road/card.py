@@ -17,7 +17,7 @@ REPORT_NAME, CARD_NAME = "report.json", "README.md"
 def write_result(road: Road, compared: Facts) -> None:
     """Write report and card into the road's folder."""
     stages = {**road.ledger.done, "compare": compared}
-    report = {
+    report: Facts = {
         "kind": "accelerate",
         "version": 1,
         "model": road.config.model,

@@ -90,7 +90,8 @@ def compare(road: Road) -> Facts:
     if bundle.drafter.has_confidence and (road.out / PROFILE_NAME).is_file():
         rules["greedy"] = bundle.scheduler("greedy", sampling=road.config.sampling)
     reports = {name: _compared(road, bundle, asked, name, rule) for name, rule in rules.items()}
-    best = max(reports, key=lambda name: plain_data(reports[name].mean.speedup) or 0.0)  # nan without a decoded token
+    speedups = {name: report.mean.speedup for name, report in reports.items()}
+    best = max(speedups, key=lambda name: speedups[name] if speedups[name] == speedups[name] else 0.0)  # nan: no token
     return {"scheduler": best, "reports": {name: plain_data(report) for name, report in reports.items()}}
 
 
