@@ -7,6 +7,7 @@ line.
     |- CheckpointError   a drafter's folder is unreadable, incomplete, or does not fit the target
     |- DataError         prompts, answers or another input file is malformed
     |- ScheduleError     a scheduler was given a cost table or survivals it must not use
+    |- RunError          a training run of several processes lost one of them
     '- RequestError      one generation request asks for something impossible (a prompt over the context limit, ...)
 
 Messages name the field, the value and the remedy: ``block_size is 0; it must be 1 or more``.
@@ -35,6 +36,10 @@ class DataError(DsparkError):
 
 class ScheduleError(DsparkError):
     """A scheduler was given survivals or a cost table that it must not use."""
+
+
+class RunError(DsparkError):
+    """A process of a training run is gone; what was saved stays valid."""
 
 
 class RequestError(DsparkError):

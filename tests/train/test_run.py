@@ -1,17 +1,16 @@
-"""A training run as a whole: it learns, it survives a kill at any step bit for bit, and it refuses a changed config."""
+"""A training run as a whole: it learns, it stops when nothing rises, and it refuses a changed config."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_chat import save_chat_model
+from tiny_run import lines, of_method, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspark.core import SamplingParams
 from dspark.decode import generate
@@ -28,50 +27,7 @@ from dspark.train_cli import decode_held_out
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """Twelve answers that count upwards in one of two directions: easy to learn, not trivial."""
-    folder = tmp_path_factory.mktemp("training")
-    model = save_chat_model(folder / "model")
-    with open(folder / "prompts.jsonl", "w") as prompts, open(folder / "answers.jsonl", "w") as answers:
-        for i in range(12):
-            prompts.write(json.dumps({"id": f"p{i}", "turns": [f"count {i}"], "domain": "ab"[i % 2]}) + "\n")
-            ids = [40 + (i + (1 if i % 2 else -1) * k) % 9 for k in range(40)]
-            answers.write(json.dumps({"id": f"p{i}", "sample": 0, "answer_ids": ids}) + "\n")
-    return TrainConfig(
-        model=str(model),
-        answers=(str(folder / "answers.jsonl"),),
-        prompts=(str(folder / "prompts.jsonl"),),
-        out=str(folder / "run"),
-        layers=1,
-        block_size=3,
-        markov_rank=4,
-        taps=(0, 2),
-        draft_vocab=60,
-        mask_token_id=3,
-        held_out=4,
-        steps=12,
-        sequences_per_step=3,
-        slots_per_step=36,
-        dtype="float32",
-        log_every=1,
-        evaluate_every=5,
-        save_seconds=0.0,
-    )
-
-
-def lines(folder: Path) -> dict[tuple[int, str], dict]:
-    """Logged lines by step and kind, without what depends on the clock; a step logged twice must be the same twice."""
-    found: dict[tuple[int, str], dict] = {}
-    for text in (folder / "log.jsonl").read_text().splitlines():
-        line = {k: v for k, v in json.loads(text).items() if "second" not in k and k != "target_passes"}
-        key = (line.get("step", 0), "held" if "held_out_analytic" in line else "step")
-        assert found.setdefault(key, line) == line
-    return found
-
-
-def of_method(base: TrainConfig, drafter: str, **changes: object) -> TrainConfig:
-    """``base`` for another method, on the same taps."""
-    heads = {} if drafter == "dspark" else {"markov_rank": 0, "confidence": False}
-    return replace(base, drafter=drafter, **{**heads, **drafter_defaults(drafter), **changes})
+    return tiny_config(tmp_path_factory.mktemp("training"))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -115,34 +71,6 @@ def test_eagle3_with_its_other_choices(base: TrainConfig, tmp_path: Path, fields
     assert again.keys() == origin.keys() and all(torch.equal(again[k], origin[k]) for k in origin)
 
 
-def killed_at(config: TrainConfig, step: int) -> None:
-    """In a process of its own: train, and die without a goodbye once ``step`` is logged, before it is saved."""
-    torch.set_num_threads(1)
-
-    def die(line: dict) -> None:
-        if line["step"] == step and "loss" in line:
-            os._exit(9)
-
-    train(config, on_step=die)
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_killed_run_resumes_to_the_same_result(base: TrainConfig, tmp_path: Path, drafter: str) -> None:
-    whole = of_method(base, drafter, out=str(tmp_path / "whole"))
-    train(whole)
-    torn = replace(whole, out=str(tmp_path / "torn"), save_seconds=0.0)
-    for step in (1, 4, 9) if drafter == "dspark" else (4,):
-        child = multiprocessing.get_context("fork").Process(target=killed_at, args=(torn, step))
-        child.start()
-        child.join()
-        assert child.exitcode == 9
-    train(torn)
-    assert lines(tmp_path / "torn") == lines(tmp_path / "whole")
-    for name in ("last", "best"):
-        ours, theirs = (load_file(tmp_path / run / name / "model.safetensors") for run in ("torn", "whole"))
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
-
-
 def test_resuming_another_run_is_refused_by_field(base: TrainConfig, tmp_path: Path) -> None:
     config = replace(base, out=str(tmp_path / "run"), steps=2)
     train(config)
@@ -183,6 +111,37 @@ def test_a_resumed_run_keeps_the_dtype_it_began_with(base: TrainConfig, tmp_path
     assert settle_dtype(replace(base, out=str(tmp_path / "new"), dtype="auto")).dtype in ("float32", "bfloat16")
 
 
+def test_a_run_ends_when_held_out_acceptance_stops_rising(base: TrainConfig, tmp_path: Path) -> None:
+    """Without learning nothing rises: the first evaluation sets the best, and ``patience`` further ones end the run."""
+    config = replace(base, out=str(tmp_path / "run"), learning_rate=0.0, steps=9, evaluate_every=1, patience=2)
+    train(config)
+    assert sorted(step for step, kind in lines(tmp_path / "run") if kind == "step") == [1, 2, 3]
+    assert (tmp_path / "run" / "state-00000003").is_dir() and (tmp_path / "run" / "best").is_dir()
+    train(config)  # the same command finds the run at its end
+    assert max(step for step, _ in lines(tmp_path / "run")) == 3
+    train(replace(config, patience=3))  # and with more patience it goes on
+    assert max(step for step, _ in lines(tmp_path / "run")) == 4
+
+
+def test_masters_and_moments_are_fp32_whatever_the_products_are(base: TrainConfig, tmp_path: Path) -> None:
+    config = replace(base, out=str(tmp_path / "run"), dtype="bfloat16", steps=2)
+    seen: set[torch.dtype] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+                seen.add(args[0].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        train(config)
+    assert seen == {torch.bfloat16}
+    saved = load_file(tmp_path / "run" / "state-00000002" / "state.safetensors")
+    assert {t.dtype for name, t in saved.items() if not name.endswith("d2t")} == {torch.float32}
+    masters = [t for name, t in saved.items() if name.startswith("model/") and t.is_floating_point()]
+    assert any(not torch.equal(t, t.bfloat16().float()) for t in masters)
+
+
 def test_without_anything_held_out_a_run_is_refused(base: TrainConfig, tmp_path: Path) -> None:
     one = tmp_path / "answers.jsonl"
     one.write_text(json.dumps({"id": "p0", "sample": 0, "answer_ids": [50, 51, 52, 53]}) + "\n")
@@ -217,6 +176,9 @@ def test_default_taps_are_z_labs() -> None:
         ("held_out", 0),
         ("evaluate_every", 0),
         ("loss_decay", 0.0),
+        ("patience", -1),
+        ("blocks_per_pass", -1),
+        ("parallel", "luck"),
         ("fresh_per_step", 9),
         ("schedule", "stairs"),
         ("initialise", "luck"),

@@ -22,7 +22,10 @@ from dspark.train.slots import (
     FrozenHead,
     Part,
     StepNumbers,
+    Totals,
     freeze_head,
+    make_totals,
+    share_of_mean,
     slot_targets,
     state_errors,
     state_numbers,
@@ -52,8 +55,12 @@ def run_blocks(
     *,
     block_size: int,
     alphas: LossAlphas,
+    totals: Totals | None = None,
 ) -> StepNumbers:
-    """One forward pass over the blocks of several samples, and its loss (gradients of the head part come with it)."""
+    """One forward pass over the blocks of several samples, and its loss (gradients of the head part come with it).
+
+    ``totals`` are those of the whole step; by default ``parts`` are the whole step.
+    """
     device = shared.head.device
     prev_ids = torch.cat([blocks.prev_ids for _, _, blocks in parts]).to(device)
     labels = torch.cat([blocks.labels for _, _, blocks in parts]).to(device)
@@ -61,7 +68,8 @@ def run_blocks(
     hidden = _hidden(model, shared, parts, block_size)
 
     weights = slot_weights(supervised, config.loss_decay)
-    weights = weights / weights.sum().clamp(min=1e-6)
+    totals = totals or make_totals(weights)
+    weights = weights / totals.weight.to(device)
     keep = supervised.flatten().nonzero().squeeze(1)  # unsupervised slots cost nothing from here on
     rows = hidden.flatten(0, 1)[keep]
     head = model.markov_head
@@ -84,18 +92,18 @@ def run_blocks(
         confidence_loss, error = _confidence_loss(model, rows, previous, slots, weights.flatten()[keep], config)
         loss = loss + config.alpha_confidence * confidence_loss
     if config.alpha_state > 0:
-        loss = loss + config.alpha_state * state_errors(hidden[:, 0], parts).mean()
+        loss = loss + config.alpha_state * share_of_mean(state_errors(hidden[:, 0], parts), totals)
     return step_numbers(loss, slots, supervised, weights.flatten()[keep], confidence_error=error)
 
 
-def run_states(model: DraftModel, shared: Shared, parts: Sequence[Part]) -> StepNumbers:
+def run_states(model: DraftModel, shared: Shared, parts: Sequence[Part], totals: Totals | None = None) -> StepNumbers:
     """One forward pass of blocks of one slot, and the relative squared error of h_0 against the target's final state.
 
     Given the anchor and the context, that state is certain, and matching it matches the logits, since the head is
     shared. Every channel carries a signal, and no product over the vocabulary is needed: a cheap start for the
     backbone.
     """
-    return state_numbers(state_errors(_hidden(model, shared, parts, 1)[:, 0], parts))
+    return state_numbers(state_errors(_hidden(model, shared, parts, 1)[:, 0], parts), totals)
 
 
 def _hidden(

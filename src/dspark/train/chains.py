@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dspark.data.anchors import Blocks
@@ -29,6 +29,9 @@ from dspark.train.slots import (
     FrozenHead,
     Part,
     StepNumbers,
+    Totals,
+    make_totals,
+    share_of_mean,
     slot_targets,
     state_errors,
     state_numbers,
@@ -44,18 +47,20 @@ def run_chains(
     *,
     block_size: int,
     alphas: LossAlphas,
+    totals: Totals | None = None,
 ) -> StepNumbers:
     """One forward pass over the chains of several samples, and its loss (gradients of the head part come with it).
 
-    ``block_size`` is that of the blocks: the steps that are unrolled.
+    ``block_size`` is that of the blocks: the steps that are unrolled. ``totals`` are those of the whole step; by
+    default ``parts`` are the whole step.
     """
     parts, device = usable(parts), shared.head.device
     labels = torch.cat([blocks.labels for _, _, blocks in parts]).to(device)
     supervised = torch.cat([blocks.supervised for _, _, blocks in parts]).to(device)
     hidden = model(chain_batch(shared, parts, model))
-    decay = config.step_loss_decay
-    weights = slot_weights(supervised, -1 / math.log(decay) if decay < 1 else math.inf)
-    weights = (weights / weights.sum().clamp(min=1e-6)).flatten()
+    weights = chain_weights(supervised, config.step_loss_decay)
+    totals = totals or make_totals(weights)
+    weights = (weights / totals.weight.to(device)).flatten()
     keep = supervised.flatten().nonzero().squeeze(1)
     loss, slots = _losses(
         model,
@@ -68,27 +73,36 @@ def run_chains(
         chunk=config.chunk,
     )
     if config.alpha_state > 0:
-        loss = loss + config.alpha_state * state_errors(hidden[:, 0], parts).mean()
+        loss = loss + config.alpha_state * share_of_mean(state_errors(hidden[:, 0], parts), totals)
     return step_numbers(loss, slots, supervised, weights[keep])
 
 
-def run_chain_states(model: ChainModel, shared: FrozenHead, parts: Sequence[Part]) -> StepNumbers:
+def chain_weights(supervised: Bool[Tensor, "blocks block"], decay: float) -> Float[Tensor, "blocks block"]:
+    """Weights of a chain's steps: ``decay`` ^ k inside the supervised prefix."""
+    return slot_weights(supervised, -1 / math.log(decay) if decay < 1 else math.inf)
+
+
+def run_chain_states(
+    model: ChainModel, shared: FrozenHead, parts: Sequence[Part], totals: Totals | None = None
+) -> StepNumbers:
     """One forward pass of chains of one step, and the relative squared error of its state against the target's final
     one, as :func:`dspark.train.blocks.run_states` does for blocks."""
     parts = usable(parts)
-    return state_numbers(state_errors(model(chain_batch(shared, parts, model))[:, 0], parts))
+    return state_numbers(state_errors(model(chain_batch(shared, parts, model))[:, 0], parts), totals)
+
+
+def startable(blocks: Blocks) -> Blocks:
+    """``blocks`` without one anchored at the very first token: before it there is no row to start from, and no
+    request ever decodes without a prompt."""
+    if not blocks.anchors.shape[0] or int(blocks.anchors[0]) > 0:
+        return blocks
+    return Blocks(blocks.anchors[1:], blocks.prev_ids[1:], blocks.labels[1:], blocks.supervised[1:])
 
 
 def usable(parts: Sequence[Part]) -> list[Part]:
-    """``parts`` without blocks anchored at the very first token: before it there is no row to start from, and no
-    request ever decodes without a prompt."""
-    kept = []
-    for sample, features, blocks in parts:
-        if int(blocks.anchors[0]) == 0:
-            tail = (blocks.anchors[1:], blocks.prev_ids[1:], blocks.labels[1:], blocks.supervised[1:])
-            blocks = Blocks(*tail)
-        if blocks.anchors.shape[0]:
-            kept.append((sample, features, blocks))
+    """``parts`` with their :func:`startable` blocks; raises :class:`DataError` if that leaves none."""
+    kept = [(sample, features, startable(blocks)) for sample, features, blocks in parts]
+    kept = [part for part in kept if part[2].anchors.shape[0]]
     if not kept:
         raise DataError("no answer of this step has a token before its anchors; prompts must not be empty")
     return kept

@@ -15,6 +15,7 @@ CHAINS = ("eagle3", "mtp")  # one layer, run once per draft
 # Fields of Eagle3Config that a run chooses under the same name.
 EAGLE3_OPTIONS = ("own_head", "own_embedding", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 DRAFTERS = ("dspark", "dflash", *CHAINS)
+PARALLELS = ("ddp", "fsdp")
 
 
 def drafter_defaults(drafter: str) -> dict[str, Any]:
@@ -119,12 +120,15 @@ class TrainConfig:
     feature_gigabytes: float = 8.0  # memory for features, computed or read
     cache: str = ""  # folder that `dspark cache build` wrote; empty: the target runs beside the trainer
     chunk: int = 256  # rows whose logits exist at a time
+    blocks_per_pass: int = 0  # blocks whose activations exist at a time, in each process; 0: all of a step's
+    parallel: str = "ddp"  # several processes, started by `torchrun`: ddp (all whole) or fsdp (all sharded)
 
     # watching it
     log_every: int = 20
     evaluate_every: int = 500
     evaluate_prompts: int = 12  # held-out prompts decoded at every evaluation
     evaluate_tokens: int = 64
+    patience: int = 0  # evaluations without a rise of held-out acceptance after which a run ends; 0: it never does
     save_seconds: float = 120.0
 
     def __post_init__(self) -> None:
@@ -144,6 +148,11 @@ class TrainConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name in ("blocks_per_pass", "patience"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.parallel not in PARALLELS:
+            raise ConfigError(f"parallel is {self.parallel!r}; supported: {', '.join(PARALLELS)}")
         if not self.loss_decay > 0:
             raise ConfigError(f"loss_decay is {self.loss_decay}; it must be positive")
         if not 0 < self.step_loss_decay <= 1:

@@ -5,22 +5,29 @@ and pulls the draft distribution towards the target's; how, its method says (:mo
 sees ``fresh_per_step`` new sequences and replays others from those already seen, whose features are still in memory: a
 target pass costs as much as a hundred blocks.
 
-Everything random in step s is a function of (seed, s), so a killed run resumes to the same curve.
+Everything random in step s is a function of (seed, s), so a killed run resumes to the same curve; and the step is cut
+up among processes and into passes only after that (:mod:`dspark.train.shares`), so both leave it as it is.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import torch
 
 from dspark.data.anchors import make_blocks, sample_anchors
 from dspark.data.features import FeatureSource, Sample
+from dspark.errors import DataError
 from dspark.maths.losses import LossAlphas
 from dspark.train.config import TrainConfig
 from dspark.train.methods import Method
-from dspark.train.slots import Part, StepNumbers
+from dspark.train.parallel import Parallel, gradient_norm
+from dspark.train.ranks import ALONE, Ranks
+from dspark.train.shares import pass_count, passes_of, share_out, some
+from dspark.train.slots import Part, Piece, StepNumbers, Totals, as_sums, from_sums, nothing_of
 
 
 def step_generator(seed: int, train_step: int, purpose: int) -> torch.Generator:
@@ -50,18 +57,18 @@ def choose_samples(samples: Sequence[Sample], train_step: int, config: TrainConf
     return [samples[i] for i in dict.fromkeys(fresh + replays)]
 
 
-def step_parts(samples: Sequence[Sample], features: FeatureSource, config: TrainConfig, train_step: int) -> list[Part]:
-    """Features and freshly drawn blocks of a step's samples."""
+def step_pieces(samples: Sequence[Sample], config: TrainConfig, train_step: int) -> list[Piece]:
+    """A step's samples with freshly drawn blocks, without those that have no anchor."""
     size = config.block_at(train_step)
     generator = step_generator(config.seed, train_step, 3)
     count = max(1, config.slots_at(train_step) // (size * len(samples)))
-    parts = []
-    for sample in samples:
-        anchors = sample_anchors(sample.loss_mask, count, generator)
-        if anchors.shape[0]:
-            kept = features.get(sample)
-            parts.append((sample, kept, make_blocks(sample.token_ids, sample.loss_mask, anchors, size)))
-    return parts
+    drawn = [(sample, sample_anchors(sample.loss_mask, count, generator)) for sample in samples]
+    return [(s, make_blocks(s.token_ids, s.loss_mask, anchors, size)) for s, anchors in drawn if anchors.shape[0]]
+
+
+def step_parts(samples: Sequence[Sample], features: FeatureSource, config: TrainConfig, train_step: int) -> list[Part]:
+    """Features and freshly drawn blocks of a step's samples."""
+    return [(s, features.get(s), blocks) for s, blocks in step_pieces(samples, config, train_step)]
 
 
 def loss_alphas(config: TrainConfig, train_step: int) -> LossAlphas:
@@ -80,18 +87,85 @@ def train_step(
     step: int,
     rate: float,
 ) -> tuple[StepNumbers, float]:
-    """Forward, backward, clip, update. Returns the numbers and the gradient's norm before clipping."""
+    """The plain step, one pass in one process: forward, backward, clip, update. Returns the numbers and the gradient's
+    norm before clipping."""
+    optimizer.zero_grad(set_to_none=True)
+    numbers = measure(method, parts, config, step)
+    numbers.loss.backward()
+    return numbers, update(method, optimizer, config, rate)
+
+
+def measure(
+    method: Method, parts: Sequence[Part], config: TrainConfig, step: int, totals: Totals | None = None
+) -> StepNumbers:
+    """The forward part of a pass of a step: states at first, then blocks; by default the pass is the whole step."""
+    if step < config.state_steps:
+        return method.state_numbers(parts, totals)
+    alphas = loss_alphas(config, step)
+    return method.numbers(parts, block_size=config.block_at(step), alphas=alphas, totals=totals)
+
+
+def update(method: Method, optimizer: torch.optim.Optimizer, config: TrainConfig, rate: float) -> float:
+    """Clip the gradients and take the step; returns their norm before."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-    if step < config.state_steps:
-        numbers = method.state_numbers(parts)
-    else:
-        numbers = method.numbers(parts, block_size=config.block_at(step), alphas=loss_alphas(config, step))
-    numbers.loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(method.model.parameters(), config.clip)
+    norm = gradient_norm(method.model.parameters(), config.clip)
     optimizer.step()
-    return numbers, float(norm)
+    return norm
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step as a whole, over all its passes and processes."""
+
+    numbers: StepNumbers
+    gradient_norm: float  # before clipping
+    tokens: int  # of its samples
+    feature_seconds: float  # this process spent waiting for features
+
+
+def cut_step(
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer,
+    pieces: Sequence[Piece],
+    features: FeatureSource,
+    config: TrainConfig,
+    *,
+    step: int,
+    rate: float,
+    ranks: Ranks = ALONE,
+) -> StepResult:
+    """:func:`train_step` among processes and in passes of at most ``blocks_per_pass`` blocks. ``pieces`` are the whole
+    step's; a pass asks for its features when it begins. Raises :class:`DataError` if no block can be trained on."""
+    method = parallel.method
+    pieces = [(sample, method.usable(blocks)) for sample, blocks in pieces]
+    pieces = [(sample, blocks) for sample, blocks in pieces if blocks.anchors.shape[0]]
+    if not pieces:
+        raise DataError("no answer of this step has a token before its anchors; prompts must not be empty")
+    totals = method.totals(torch.cat([blocks.supervised for _, blocks in pieces]))
+    shares = share_out(pieces, ranks.size)
+    passes = passes_of(shares[ranks.rank], pass_count(shares, config.blocks_per_pass))
+    sample, blocks = pieces[0]
+    spare = [(sample, some(blocks, 0, 1))]  # what a process runs when it has nothing to add to an exchange
+    optimizer.zero_grad(set_to_none=True)
+    found, waited = [], 0.0
+    for i, part in enumerate(passes):
+        begin = time.perf_counter()
+        parts = [(sample, features.get(sample), blocks) for sample, blocks in part or spare]
+        waited += time.perf_counter() - begin
+        forward = partial(measure, method, parts, config, step, totals)
+        numbers = parallel.backward(forward, last=i == len(passes) - 1, idle=not part)
+        found.append(numbers if part else nothing_of(numbers))
+    norm = update(method, optimizer, config, rate)
+    tokens = sum(sample.token_ids.shape[0] for sample, _ in pieces)
+    return StepResult(_together(found, ranks), norm, tokens, waited)
+
+
+def _together(found: Sequence[StepNumbers], ranks: Ranks) -> StepNumbers:
+    """The numbers of a step from those of this process's passes."""
+    if ranks.size == 1 and len(found) == 1:
+        return found[0]
+    return from_sums(ranks.add(torch.stack([as_sums(numbers) for numbers in found]).sum(0)))
 
 
 @torch.no_grad()

@@ -12,17 +12,19 @@ lengths on held-out answers compare: tokens expected per round at temperature 1,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from dspark.data.anchors import Blocks
 from dspark.data.features import Sample
 from dspark.data.samples import bigram_pairs
-from dspark.maths.losses import LossAlphas
+from dspark.maths.losses import LossAlphas, slot_weights
 from dspark.models.backbone import DraftModel
 from dspark.models.chain import ChainModel
 from dspark.models.chain_config import ChainConfig
@@ -37,9 +39,9 @@ from dspark.models.initialise_chain import chain_from_target
 from dspark.models.mtp import MTPConfig, MTPModel
 from dspark.models.target import Target, TargetInfo
 from dspark.train.blocks import Shared, make_shared, run_blocks, run_states
-from dspark.train.chains import run_chain_states, run_chains
+from dspark.train.chains import chain_weights, run_chain_states, run_chains, startable
 from dspark.train.config import CHAINS, EAGLE3_OPTIONS, TrainConfig
-from dspark.train.slots import FrozenHead, Part, StepNumbers, freeze_head
+from dspark.train.slots import FrozenHead, Part, StepNumbers, Totals, freeze_head, make_totals
 
 
 @runtime_checkable
@@ -73,16 +75,30 @@ class Method(Protocol):
         the samples show without a backbone; returns figures for the log."""
         ...
 
-    def numbers(self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas) -> StepNumbers:
-        """Loss and figures of one pass over blocks of ``block_size``."""
+    def usable(self, blocks: Blocks) -> Blocks:
+        """Those of ``blocks`` that the method can be trained on."""
         ...
 
-    def state_numbers(self, parts: Sequence[Part]) -> StepNumbers:
+    def totals(self, supervised: Bool[Tensor, "blocks block"]) -> Totals:
+        """What the means of a step divide by whose usable blocks are supervised so."""
+        ...
+
+    def numbers(
+        self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas, totals: Totals | None = None
+    ) -> StepNumbers:
+        """Loss and figures of one pass over blocks of ``block_size``; by default the pass is the whole step."""
+        ...
+
+    def state_numbers(self, parts: Sequence[Part], totals: Totals | None = None) -> StepNumbers:
         """Loss of one pass that regresses the target's final state at the anchors; the blocks have one slot."""
         ...
 
     def drafter(self) -> Drafter:
         """The decoding form of the parameters as they stand."""
+        ...
+
+    def twin(self) -> Method:
+        """The same method over a copy of the parameters."""
         ...
 
 
@@ -145,14 +161,29 @@ class BlockMethod:
         passes, dtype = self.config.bigram_passes, self.shared.dtype
         return {"bigram_nats": fit_bigram(self.model, previous, labels, passes=passes, dtype=dtype)}
 
-    def numbers(self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas) -> StepNumbers:
-        return run_blocks(self.model, self.shared, parts, self.config, block_size=block_size, alphas=alphas)
+    def usable(self, blocks: Blocks) -> Blocks:
+        return blocks
 
-    def state_numbers(self, parts: Sequence[Part]) -> StepNumbers:
-        return run_states(self.model, self.shared, parts)
+    def totals(self, supervised: Bool[Tensor, "blocks block"]) -> Totals:
+        return make_totals(slot_weights(supervised, self.config.loss_decay))
+
+    def numbers(
+        self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas, totals: Totals | None = None
+    ) -> StepNumbers:
+        return run_blocks(
+            self.model, self.shared, parts, self.config, block_size=block_size, alphas=alphas, totals=totals
+        )
+
+    def state_numbers(self, parts: Sequence[Part], totals: Totals | None = None) -> StepNumbers:
+        return run_states(self.model, self.shared, parts, totals)
 
     def drafter(self) -> Drafter:
         return DsparkDrafter(self.model, self.shared.target, name=self.config.drafter)
+
+    def twin(self) -> BlockMethod:
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        return other
 
 
 class ChainMethod:
@@ -198,11 +229,21 @@ class ChainMethod:
                 embedding.weight.data.copy_(self.frozen.target.embed(ids) / self.model.embedding_scale)
         return {}
 
-    def numbers(self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas) -> StepNumbers:
-        return run_chains(self.model, self.frozen, parts, self.config, block_size=block_size, alphas=alphas)
+    def usable(self, blocks: Blocks) -> Blocks:
+        return startable(blocks)
 
-    def state_numbers(self, parts: Sequence[Part]) -> StepNumbers:
-        return run_chain_states(self.model, self.frozen, parts)
+    def totals(self, supervised: Bool[Tensor, "blocks block"]) -> Totals:
+        return make_totals(chain_weights(supervised, self.config.step_loss_decay))
+
+    def numbers(
+        self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas, totals: Totals | None = None
+    ) -> StepNumbers:
+        return run_chains(
+            self.model, self.frozen, parts, self.config, block_size=block_size, alphas=alphas, totals=totals
+        )
+
+    def state_numbers(self, parts: Sequence[Part], totals: Totals | None = None) -> StepNumbers:
+        return run_chain_states(self.model, self.frozen, parts, totals)
 
     def drafter(self) -> Drafter:
         target = self.frozen.target
@@ -210,3 +251,8 @@ class ChainMethod:
             return MTPDrafter(self.model, target)
         assert isinstance(self.model, Eagle3Model)
         return Eagle3Drafter(self.model, target)
+
+    def twin(self) -> ChainMethod:
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        return other

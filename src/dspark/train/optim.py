@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.errors import CheckpointError, ConfigError
+from dspark.train.shards import placed_like
 
 SCHEDULES = ("cosine", "trapezoid")
 
@@ -60,4 +61,4 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
         name, _, moment = key.rpartition(":")
         if name not in parameters:
             raise CheckpointError(f"optimiser state {key!r} belongs to no parameter; the run was of another shape")
-        optimizer.state[parameters[name]][moment] = value.clone().to(parameters[name].device)
+        optimizer.state[parameters[name]][moment] = placed_like(value, parameters[name])

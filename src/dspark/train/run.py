@@ -10,12 +10,11 @@ A run folder holds
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from dspark.artifacts import atomic_write_text, provenance
 from dspark.chat import ChatFormat
 from dspark.data.cache_features import open_features, target_identity
 from dspark.data.features import FeatureSource, Sample
@@ -37,14 +35,17 @@ from dspark.data.samples import (
 from dspark.errors import ConfigError
 from dspark.models.checkpoint import AnyConfig, build_model, read_drafter, save_drafter
 from dspark.models.drafter import Drafter
-from dspark.models.loading import choose_device, choose_dtype, load_target
+from dspark.models.loading import load_target
 from dspark.models.target import Target
 from dspark.models.weights import load_tensors, read_config, resolve_model
 from dspark.train.config import INITIALISERS, TrainConfig
-from dspark.train.loop import choose_samples, held_out_numbers, step_parts, train_step
+from dspark.train.loop import choose_samples, cut_step, held_out_numbers, step_pieces
 from dspark.train.methods import Method, make_method
-from dspark.train.optim import learning_rate, make_optimizer
-from dspark.train.state import load_state, save_state
+from dspark.train.optim import learning_rate, make_optimizer, restore_optimizer
+from dspark.train.parallel import Parallel, make_parallel
+from dspark.train.ranks import ALONE, Ranks
+from dspark.train.run_folder import claim, cut_log, log, settle_dtype
+from dspark.train.state import SavedState, read_state, save_state
 
 
 @dataclass(frozen=True)
@@ -59,25 +60,44 @@ class Corpus:
     counts: Int[Tensor, "vocab"]  # supervised tokens of the training samples
 
 
+@dataclass(frozen=True)
+class Standing:
+    """How held-out acceptance stands."""
+
+    best: float = -math.inf  # length under the best drafter
+    measure: list[str | int] = field(default_factory=list)  # how ``best`` was measured
+    stale: int = 0  # evaluations since
+
+
 @dataclass
 class Run:
-    """Everything a run holds in memory."""
+    """Everything a process of a run holds in memory."""
 
     config: TrainConfig
     folder: Path
     corpus: Corpus
-    method: Method
+    parallel: Parallel
     optimizer: torch.optim.Optimizer
     features: FeatureSource
+    ranks: Ranks = ALONE
     step: int = 0
-    best: float = -math.inf  # held-out acceptance length of the best drafter
-    measure: list[str | int] = field(default_factory=list)  # how ``best`` was measured
+    standing: Standing = field(default_factory=Standing)
     seconds: float = 0.0  # spent in steps, over all resumptions
     blocks: int = 0
 
     @property
+    def method(self) -> Method:
+        return self.parallel.method
+
+    @property
     def model(self) -> nn.Module:
         return self.method.model
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or held-out acceptance has stopped rising."""
+        patience = self.config.patience
+        return self.step >= self.config.steps or 0 < patience <= self.standing.stale
 
 
 def reserved_token(tokenizer: Any, counts: Tensor) -> int:
@@ -97,10 +117,10 @@ def reserved_token(tokenizer: Any, counts: Tensor) -> int:
 Evaluate = Callable[[Corpus, TrainConfig, Drafter, Sequence[Sample]], dict[str, float]]
 
 
-def load_corpus(config: TrainConfig) -> Corpus:
-    """The target and the samples, held-out prompts set apart."""
+def load_corpus(config: TrainConfig, ranks: Ranks = ALONE, *, target: Target | None = None) -> Corpus:
+    """The target, unless it is given, and the samples, held-out prompts set apart."""
     place = resolve_model(config.model)
-    target = load_target(config.model, dtype=config.dtype)
+    target = target or load_target(config.model, dtype=config.dtype)
     chat = ChatFormat.from_folder(place)
     samples = read_samples(config.answers, read_prompts(config.prompts), chat, max_tokens=config.max_tokens)
     training, held_out = split_held_out(samples, config.held_out)
@@ -115,14 +135,37 @@ def load_corpus(config: TrainConfig) -> Corpus:
     return Corpus(place, target, chat, training, held_out, token_counts(training, target.info.vocab_size))
 
 
-def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None = None) -> Run:
+def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None = None, ranks: Ranks = ALONE) -> Run:
     """Build the drafter and restore the run folder's newest state, or give it its start.
 
     ``features`` may come from another run with the same taps, draft vocabulary and ``target_top``.
-    Raises :class:`ConfigError` if the run folder belongs to a run of another configuration.
+    Raises :class:`ConfigError` if the run folder belongs to a run of another configuration, or is not the same for
+    all processes.
     """
     folder = Path(config.out)
-    _claim(folder, config)
+    ranks.first(lambda: claim(folder, config, processes=ranks.size))
+    method = _new_method(config, corpus)
+    saved = _agreed(read_state(folder), folder, ranks)
+    ranks.first(lambda: cut_log(folder, -1 if saved is None else saved.facts["train_step"]))
+    if saved is not None:  # before anything derives from the draft vocabulary
+        method.model.load_state_dict(saved.model)
+    method.bind(corpus.target)
+    if saved is None and ranks.leads:  # the others are given its parameters
+        _warm_start(config, corpus, method)
+    parallel = make_parallel(config.parallel, method, ranks)
+    optimizer = make_optimizer(method.model, betas=config.betas, weight_decay=config.weight_decay)
+    features = features or _feature_source(config, corpus, method)
+    run = Run(config, folder, corpus, parallel, optimizer, features, ranks)
+    if saved is not None:
+        restore_optimizer(optimizer, method.model, saved.moments)
+        facts = saved.facts
+        run.step, run.seconds, run.blocks = facts["train_step"], facts["seconds"], facts["blocks"]
+        run.standing = Standing(facts["best"], facts["measure"], facts.get("stale", 0))
+    return run
+
+
+def _new_method(config: TrainConfig, corpus: Corpus) -> Method:
+    """The method with random parameters and its draft vocabulary, on the target's device."""
     target, counts = corpus.target, corpus.counts
     mask = config.mask_token_id if config.mask_token_id >= 0 else reserved_token(corpus.chat.tokenizer, counts)
     method = make_method(config, read_config(corpus.place), target.info, mask_token_id=mask)
@@ -133,18 +176,16 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
         ids = choose_draft_vocab(counts, model.d2t.shape[0], corpus.chat.stop_token_ids)
         model.d2t.copy_(ids - torch.arange(ids.shape[0]))
     model.to(target.info.device)
-    optimizer = make_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
-    facts = load_state(folder, model, optimizer)  # before anything derives from the draft vocabulary
-    method.bind(target)
-    features = features or _feature_source(config, corpus, method)
-    run = Run(config, folder, corpus, method, optimizer, features)
-    if facts is None:
-        _warm_start(run)
-    else:
-        run.step, run.seconds, run.blocks = facts["train_step"], facts["seconds"], facts["blocks"]
-        run.best, run.measure = facts["best"], facts["measure"]
-        _cut_log(folder, run.step)
-    return run
+    return method
+
+
+def _agreed(saved: SavedState | None, folder: Path, ranks: Ranks) -> SavedState | None:
+    """``saved``, if all processes read the same state."""
+    ours = -1 if saved is None else saved.facts["train_step"]
+    first = ranks.first(lambda: ours)
+    if ranks.any(first != ours)[0]:
+        raise ConfigError(f"{folder} is not the same for all processes; name an --out that all machines share")
+    return saved
 
 
 def _feature_source(config: TrainConfig, corpus: Corpus, method: Method) -> FeatureSource:
@@ -165,61 +206,6 @@ def _feature_source(config: TrainConfig, corpus: Corpus, method: Method) -> Feat
     )
 
 
-FREE_FIELDS = frozenset(  # what a resumed run may change: its length, and what watches it
-    {
-        "out",
-        "steps",
-        "decay",
-        "log_every",
-        "evaluate_every",
-        "evaluate_prompts",
-        "evaluate_tokens",
-        "save_seconds",
-        "feature_gigabytes",
-    }
-)
-
-
-_DEFAULTS = json.loads(json.dumps({f.name: f.default for f in fields(TrainConfig)}))
-
-
-def settle_dtype(config: TrainConfig) -> TrainConfig:
-    """``config`` with its dtype named: that of the folder's run, or else the one that is faster here.
-
-    A measurement may come out otherwise on a busy day; a resumed run keeps the dtype that it began with.
-    """
-    if config.dtype != "auto":
-        return config
-    path = Path(config.out) / "config.json"
-    if path.is_file() and any(Path(config.out).glob("state-*")):
-        return replace(config, dtype=json.loads(path.read_text())["config"]["dtype"])
-    return replace(config, dtype=str(choose_dtype("auto", choose_device("auto"))).removeprefix("torch."))
-
-
-def _claim(folder: Path, config: TrainConfig) -> None:
-    """Write the run's config, or check that the folder's run has the same one on the same data.
-
-    A run that goes on writes the config that holds from now on, and adds the call to ``calls``.
-    """
-    path = folder / "config.json"
-    ours = json.loads(json.dumps(asdict(config)))
-    data = {name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in (*config.answers, *config.prompts)}
-    calls: list[dict[str, Any]] = []
-    if path.is_file() and any(folder.glob("state-*")):
-        before = json.loads(path.read_text())
-        calls = before["calls"]
-        then = {**_DEFAULTS, **before["config"]}  # a field that the run's version did not know stood at its default
-        changed = sorted(k for k in ours if k not in FREE_FIELDS and then.get(k) != ours[k])
-        changed += sorted(name for name in data if before["data"].get(name) != data[name])
-        if changed:
-            raise ConfigError(
-                f"{folder} holds a run that differs in {', '.join(changed)}; resume it unchanged or take another --out"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    calls = [*calls, {"steps": config.steps, "provenance": provenance()}]
-    atomic_write_text(path, json.dumps({"config": ours, "data": data, "calls": calls}, indent=2))
-
-
 def _copy_drafter(model: nn.Module, folder: Path) -> None:
     """Take all parameters and the draft vocabulary of the drafter in ``folder``, which must have the same shape."""
     origin = read_drafter(folder)
@@ -231,13 +217,13 @@ def _copy_drafter(model: nn.Module, folder: Path) -> None:
     model.load_state_dict(build_model(origin).state_dict())
 
 
-def _warm_start(run: Run) -> None:
+def _warm_start(config: TrainConfig, corpus: Corpus, method: Method) -> None:
     """The parameters before the first step; a drafter that was copied has them already."""
-    if run.config.initialise not in INITIALISERS:
+    if config.initialise not in INITIALISERS:
         return
-    tensors = load_tensors(run.corpus.place) if run.config.initialise == "target" else None
-    if figures := run.method.start(tensors, run.corpus.training):
-        _log(run.folder, figures)
+    tensors = load_tensors(corpus.place) if config.initialise == "target" else None
+    if figures := method.start(tensors, corpus.training):
+        log(Path(config.out), figures)
 
 
 def train(
@@ -246,51 +232,71 @@ def train(
     evaluate: Evaluate | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
+    corpus: Corpus | None = None,
+    steps: Callable[[int], int] | None = None,
 ) -> Path:
     """Run or resume a training run to its end; returns the folder of the best drafter.
 
     ``evaluate`` measures acceptance by decoding on held-out samples and returns at least ``acceptance_length``;
     without it the analytic value decides which checkpoint is best. ``on_step`` receives every logged line; ``stop``
-    is asked between steps.
+    is asked between steps. ``corpus`` is what :func:`load_corpus` gives for this config, if it is there already.
+    ``steps`` is asked before every step how many the run shall have in all, given those done: a run that must end at a
+    certain time adapts its schedule while it goes. All processes of a run call this with their ``ranks``; the first one
+    calls ``evaluate``, ``on_step`` and ``steps``. Raises :class:`RunError` if another process is gone; the newest saved
+    state is whole.
     """
     from torch.utils.tensorboard import SummaryWriter  # slow to import, only needed here
 
-    config = settle_dtype(config)
-    run = start(config, load_corpus(config))
-    board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step)
+    config = ranks.first(lambda: settle_dtype(config))
+    run = start(config, corpus or load_corpus(config, ranks), ranks=ranks)
+    board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step) if ranks.leads else None
     saved = time.monotonic()
-    while run.step < config.steps and not stop():
+    stopping = ranks.any(stop())[0]
+    while not run.finished and not stopping:
+        if steps is not None:
+            _lengthen(run, ranks.first(partial(steps, run.step)))
         line = _one_step(run)
         if run.step % config.log_every == 0:
             _report(run, board, line, on_step)
-        if run.step % config.evaluate_every == 0 or run.step == config.steps:
+        if run.step % config.evaluate_every == 0 or run.step == run.config.steps:
             _report(run, board, _evaluate(run, evaluate), on_step)
-        if time.monotonic() - saved > config.save_seconds or run.step == config.steps:
+        due = ranks.leads and time.monotonic() - saved > config.save_seconds
+        stopping, due = ranks.any(stop(), due)
+        if due or run.finished:
             _save(run)
             saved = time.monotonic()
     _save(run)
-    save_drafter(run.folder / "last", run.model)
-    board.close()
+    _keep(run, run.parallel.plain(), "last")
+    if board is not None:
+        board.close()
     best = run.folder / "best"
-    return best if best.is_dir() else run.folder / "last"
+    return best if ranks.first(best.is_dir) else run.folder / "last"
+
+
+def _lengthen(run: Run, steps: int) -> None:
+    """Let the run have ``steps`` steps in all; more than are done."""
+    if steps != run.config.steps:
+        run.config = replace(run.config, steps=max(steps, run.step + 1))
 
 
 def _one_step(run: Run) -> dict[str, Any]:
-    begin = time.perf_counter()
+    begin, config = time.perf_counter(), run.config
     rate = learning_rate(
         run.step,
-        run.config.steps,
-        run.config.learning_rate,
-        warmup=run.config.warmup,
-        schedule=run.config.schedule,
-        decay=run.config.decay,
+        config.steps,
+        config.learning_rate,
+        warmup=config.warmup,
+        schedule=config.schedule,
+        decay=config.decay,
     )
-    parts = step_parts(choose_samples(run.corpus.training, run.step, run.config), run.features, run.config, run.step)
-    fed = time.perf_counter()
-    numbers, norm = train_step(run.method, run.optimizer, parts, run.config, step=run.step, rate=rate)
-    end = time.perf_counter()
+    pieces = step_pieces(choose_samples(run.corpus.training, run.step, config), config, run.step)
+    result = cut_step(
+        run.parallel, run.optimizer, pieces, run.features, config, step=run.step, rate=rate, ranks=run.ranks
+    )
+    seconds, numbers = time.perf_counter() - begin, result.numbers
     run.step += 1
-    run.seconds += end - begin
+    run.seconds += seconds
     run.blocks += numbers.blocks
     return {
         "loss": float(numbers.loss.detach()),
@@ -299,60 +305,61 @@ def _one_step(run: Run) -> dict[str, Any]:
         "acceptance_length": numbers.acceptance_length,
         "acceptance_rate": [round(float(x), 4) for x in numbers.acceptance_rate],
         "confidence_error": numbers.confidence_error,
-        "gradient_norm": norm,
+        "gradient_norm": result.gradient_norm,
         "learning_rate": rate,
-        "blocks_per_second": numbers.blocks / (end - begin),
-        "trained_blocks_per_second": numbers.blocks / (end - fed),
-        "tokens_per_second": sum(int(s.token_ids.shape[0]) for s, _, _ in parts) / (end - begin),
-        "target_passes": run.features.computed,
+        "blocks_per_second": numbers.blocks / seconds,
+        "trained_blocks_per_second": numbers.blocks / (seconds - result.feature_seconds),
+        "tokens_per_second": result.tokens / seconds,
+        "target_passes": run.features.computed,  # of the first process
     }
 
 
 def _evaluate(run: Run, evaluate: Evaluate | None) -> dict[str, Any]:
-    """Held-out acceptance, analytic and by decoding; the best drafter so far is kept."""
-    analytic = held_out_numbers(run.method, run.features, run.corpus.held_out, run.config)
-    line: dict[str, Any] = {"held_out_analytic": analytic}
-    score = analytic["mean"]
-    if evaluate is not None:
-        chosen = run.corpus.held_out[:: max(1, len(run.corpus.held_out) // max(1, run.config.evaluate_prompts))]
-        chosen = chosen[: run.config.evaluate_prompts]
-        line["held_out_decoded"] = evaluate(run.corpus, run.config, run.method.drafter(), chosen)
-        score = line["held_out_decoded"]["acceptance_length"]
-    measure: list[str | int] = ["analytic"]
-    if evaluate is not None:
-        measure = ["decoded", run.config.evaluate_prompts, run.config.evaluate_tokens]
-    if measure != run.measure:  # scores of another measure do not compare
-        run.best, run.measure = -math.inf, measure
-    if score > run.best:
-        run.best = score
-        save_drafter(run.folder / "best", run.model)
+    """Held-out acceptance, analytic and by decoding; the best drafter so far is kept. The first process does it."""
+    method = run.parallel.plain()
+    line, run.standing = run.ranks.first(lambda: _judge(run, method, evaluate))
     return line
 
 
+def _judge(run: Run, method: Method, evaluate: Evaluate | None) -> tuple[dict[str, Any], Standing]:
+    analytic = held_out_numbers(method, run.features, run.corpus.held_out, run.config)
+    line: dict[str, Any] = {"held_out_analytic": analytic}
+    score = analytic["mean"]
+    measure: list[str | int] = ["analytic"]
+    if evaluate is not None:
+        chosen = run.corpus.held_out[:: max(1, len(run.corpus.held_out) // max(1, run.config.evaluate_prompts))]
+        chosen = chosen[: run.config.evaluate_prompts]
+        line["held_out_decoded"] = evaluate(run.corpus, run.config, method.drafter(), chosen)
+        score = line["held_out_decoded"]["acceptance_length"]
+        measure = ["decoded", run.config.evaluate_prompts, run.config.evaluate_tokens]
+    before = run.standing if measure == run.standing.measure else Standing()  # other measures do not compare
+    if score <= before.best:
+        return line, Standing(before.best, measure, before.stale + 1)
+    _keep(run, method, "best")
+    return line, Standing(score, measure)
+
+
+def _keep(run: Run, plain: Method, name: str) -> None:
+    """Write the drafter as it stands; ``plain`` is whole in the first process."""
+    if run.ranks.leads:
+        save_drafter(run.folder / name, plain.model)
+
+
 def _save(run: Run) -> None:
-    facts = {"best": run.best, "measure": run.measure, "seconds": run.seconds, "blocks": run.blocks}
-    save_state(run.folder, run.step, run.model, run.optimizer, facts)
+    standing = run.standing
+    facts = {"best": standing.best, "measure": standing.measure, "stale": standing.stale}
+    facts |= {"seconds": run.seconds, "blocks": run.blocks}
+    save_state(run.folder, run.step, run.model, run.optimizer, facts, ranks=run.ranks)
 
 
 def _report(run: Run, board: Any, line: dict[str, Any], on_step: Callable[[dict[str, Any]], None] | None) -> None:
+    if not run.ranks.leads:
+        return
     line = {"step": run.step, "seconds": round(run.seconds, 1), "blocks": run.blocks, **line}
-    _log(run.folder, line)
+    log(run.folder, line)
     for name, value in line.items():
         for key, number in value.items() if isinstance(value, dict) else (("", value),):
             if isinstance(number, int | float):
                 board.add_scalar(f"{name}/{key}" if key else name, number, run.step)
     if on_step is not None:
         on_step(line)
-
-
-def _cut_log(folder: Path, step: int) -> None:
-    """Drop the lines of steps that were logged but not saved: they will be run and logged again."""
-    path = folder / "log.jsonl"
-    if path.is_file():
-        kept = [text for text in path.read_text().splitlines() if json.loads(text).get("step", 0) <= step]
-        atomic_write_text(path, "".join(text + "\n" for text in kept))
-
-
-def _log(folder: Path, line: dict[str, Any]) -> None:
-    with open(folder / "log.jsonl", "a") as log:
-        log.write(json.dumps(line) + "\n")

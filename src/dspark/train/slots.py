@@ -18,20 +18,57 @@ from dspark.data.features import Sample, SampleFeatures
 from dspark.maths.losses import SlotLosses, SparseTarget, expected_acceptance_length
 from dspark.models.target import Target
 
-Part = tuple[Sample, SampleFeatures, Blocks]  # a sample of a step, what the target says about it, its blocks
+Piece = tuple[Sample, Blocks]  # a sample of a step, and all or some of the blocks drawn in it
+Part = tuple[Sample, SampleFeatures, Blocks]  # a piece, with what the target says about its sample
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a step's means divide by: one number for all its passes on all processes, so that how a step is cut up
+    does not change its gradient."""
+
+    weight: Float[Tensor, ""]  # sum of the slots' weights, positive
+    blocks: int
+
+
+def make_totals(weights: Float[Tensor, "blocks block"]) -> Totals:
+    """The totals of a step whose slots weigh ``weights``."""
+    return Totals(weights.sum().clamp(min=1e-6), weights.shape[0])
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What one pass over blocks measured; sums where a mean would need the other passes' weights."""
+    """What one pass over blocks measured, or a step of several passes. A pass's ``loss``, ``ce`` and ``l1`` are its
+    shares of the step's means, and add up; the others are means of its own."""
 
-    loss: Float[Tensor, ""]  # differentiable
+    loss: Float[Tensor, ""]  # differentiable, where it is one pass's
     acceptance_length: float  # analytic, mean over blocks
     acceptance_rate: Float[Tensor, "block"]  # c* per slot, mean over supervised slots
     confidence_error: float  # mean |c - c*|; nan without the head
     ce: float
     l1: float
     blocks: int
+    slots: Int[Tensor, "block"]  # supervised ones, by their place in the block
+
+
+def as_sums(numbers: StepNumbers) -> Float[Tensor, "sums"]:
+    """``numbers`` as fp64 on the CPU, means multiplied by their counts: those of several passes add up."""
+    n, rates = numbers, numbers.acceptance_rate.double().cpu()
+    slots = n.slots.double().cpu()
+    scalars = [float(n.loss.detach()), n.ce, n.l1, n.blocks, n.acceptance_length * n.blocks]
+    scalars.append(n.confidence_error * float(slots.sum()))
+    return torch.cat((torch.tensor(scalars, dtype=torch.float64), rates * slots, slots))
+
+
+def from_sums(sums: Float[Tensor, "sums"]) -> StepNumbers:
+    """The figures of a whole step from the sums over its passes; the inverse of :func:`as_sums`."""
+    ce, l1, blocks, length, error = sums[1:6].tolist()
+    rates, slots = sums[6:].chunk(2)
+    count = max(1.0, float(slots.sum()))
+    rates = (rates / slots.clamp(min=1)).float()
+    return StepNumbers(
+        sums[0].float(), length / max(1.0, blocks), rates, error / count, ce, l1, int(blocks), slots.long()
+    )
 
 
 @dataclass(frozen=True)
@@ -71,6 +108,17 @@ def state_errors(hidden: Float[Tensor, "blocks hidden"], parts: Sequence[Part]) 
     return (hidden.to(wanted.dtype) - wanted).square().sum(-1) / wanted.square().sum(-1)
 
 
+def nothing_of(numbers: StepNumbers) -> StepNumbers:
+    """``numbers`` of a pass that does not count: zero, in the same form."""
+    zeros = torch.zeros_like(numbers.acceptance_rate)
+    return StepNumbers(torch.zeros(()), 0.0, zeros, 0.0, 0.0, 0.0, 0, torch.zeros_like(numbers.slots))
+
+
+def share_of_mean(values: Float[Tensor, "blocks"], totals: Totals) -> Float[Tensor, ""]:
+    """What one pass's ``values`` contribute to their mean over all of the step's blocks."""
+    return values.mean() * (values.shape[0] / totals.blocks)
+
+
 def step_numbers(
     loss: Float[Tensor, ""],
     slots: SlotLosses,
@@ -79,21 +127,26 @@ def step_numbers(
     *,
     confidence_error: float = float("nan"),
 ) -> StepNumbers:
-    """The figures of a pass. ``slots`` and ``weights`` (which sum to 1) are of the supervised slots, in order."""
+    """The figures of a pass. ``slots`` and ``weights`` (which sum to 1 over the whole step) are of the supervised
+    slots, in order."""
     rates = torch.zeros(supervised.shape, device=supervised.device)
     rates[supervised] = slots.acceptance_rate.float()
+    counts = supervised.sum(0)
     return StepNumbers(
         loss,
         float(expected_acceptance_length(rates, supervised).mean()),
-        rates.sum(0) / supervised.sum(0).clamp(min=1),
+        rates.sum(0) / counts.clamp(min=1),
         confidence_error,
         float((slots.ce * weights).sum()),
         float((slots.l1 * weights).sum()),
         supervised.shape[0],
+        counts,
     )
 
 
-def state_numbers(errors: Float[Tensor, "blocks"]) -> StepNumbers:
-    """The figures of a pass that regresses states: its loss alone."""
-    nan = float("nan")
-    return StepNumbers(errors.mean(), nan, torch.full((1,), nan), nan, nan, nan, errors.shape[0])
+def state_numbers(errors: Float[Tensor, "blocks"], totals: Totals | None = None) -> StepNumbers:
+    """The figures of a pass that regresses states: its loss alone, its share of the mean over ``totals``' blocks
+    (by default its own)."""
+    blocks, nan = errors.shape[0], float("nan")
+    loss = share_of_mean(errors, totals) if totals else errors.mean()
+    return StepNumbers(loss, nan, torch.full((1,), nan), nan, nan, nan, blocks, torch.ones(1, dtype=torch.long))

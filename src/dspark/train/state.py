@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dspark.artifacts import atomic_folder
-from dspark.train.optim import optimizer_tensors, restore_optimizer
+from dspark.train.optim import optimizer_tensors
+from dspark.train.ranks import ALONE, Ranks
+from dspark.train.shards import whole
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a run goes on from, whole, however many processes saved it."""
+
+    model: dict[str, Tensor]  # masters and buffers by name
+    moments: dict[str, Tensor]  # as optimizer_tensors names them
+    facts: dict[str, Any]
 
 
 def save_state(
@@ -28,11 +40,15 @@ def save_state(
     facts: dict[str, Any],
     *,
     keep: int = 2,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Write masters, moments and ``facts`` (JSON) as of ``train_step`` finished steps; keep the newest ``keep``
-    states."""
-    tensors: dict[str, Tensor] = {f"model/{k}": v.contiguous().cpu() for k, v in model.state_dict().items()}
-    tensors |= {f"optim/{k}": v.contiguous().cpu() for k, v in optimizer_tensors(optimizer, model).items()}
+    states. All processes of a run must ask; the first one writes."""
+    tensors = {f"model/{k}": v for k, v in whole(model.state_dict(), keep=ranks.leads).items()}
+    moments = whole(optimizer_tensors(optimizer, model), keep=ranks.leads)
+    tensors |= {f"optim/{k}": v for k, v in moments.items()}
+    if not ranks.leads:
+        return
     with atomic_folder(run / f"state-{train_step:08d}", existing="keep") as folder:
         save_file(tensors, folder / "state.safetensors")
         (folder / "facts.json").write_text(json.dumps({"train_step": train_step, **facts}))
@@ -40,14 +56,14 @@ def save_state(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load_state(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Restore the newest state in place and return its facts; None when the run has none yet."""
+def read_state(run: Path) -> SavedState | None:
+    """The newest state; None when the run has none yet."""
     states = sorted(run.glob("state-*"))
     if not states:
         return None
     tensors = load_file(states[-1] / "state.safetensors")
-    model.load_state_dict({k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")})
-    restore_optimizer(
-        optimizer, model, {k.removeprefix("optim/"): v for k, v in tensors.items() if k.startswith("optim/")}
-    )
-    return json.loads((states[-1] / "facts.json").read_text())
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+    return SavedState(part("model/"), part("optim/"), json.loads((states[-1] / "facts.json").read_text()))
