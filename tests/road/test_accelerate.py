@@ -26,8 +26,8 @@ from dspark.road.walk import STAGES, accelerate
 
 PROBE = Probe(
     pass_seconds=((1, 0.004), (4, 0.004), (6, 0.004), (8, 0.0042)),
-    rows=16,
-    sampling_seconds=0.004,
+    rows=64,
+    sampling_seconds=0.016,
     sample_tokens=255,
     sample_seconds=0.004,
     target_parameters=60_000,
@@ -49,7 +49,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
 def road_config(model: str, out: Path, **changes: object) -> RoadConfig:
     """Few answers and steps, fixed in number, so that the clock decides nothing."""
     config = RoadConfig(
-        model=model, out=str(out), budget=20.0, answers=24, steps=24, max_new_tokens=64, dtype="float32"
+        model=model, out=str(out), budget=20.0, answers=24, steps=24, max_new_tokens=48, dtype="float32"
     )
     return replace(config, **changes)
 
@@ -279,6 +279,10 @@ def test_what_cannot_be_done_is_refused_before_any_work(qwen3: str, tmp_path: Pa
     (tmp_path / "full" / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match="holds other files"):
         accelerate(road_config(qwen3, tmp_path / "full"), probe=PROBE)
+    with pytest.raises(ConfigError, match="layers is 0"):
+        accelerate(road_config(qwen3, tmp_path / "f", fields={"layers": 0}), probe=PROBE)
+    with pytest.raises(ConfigError, match="--set out: the road chooses"):
+        road_config(qwen3, tmp_path / "g", fields={"out": "elsewhere"})
     few = given_prompts(tmp_path / "few.jsonl", 6)
     with pytest.raises(DataError, match="prompts are"):
         accelerate(road_config(qwen3, tmp_path / "e", prompts=str(few)), probe=PROBE)

@@ -49,6 +49,8 @@ def make_prompts(road: Road) -> Facts:
         found, refused = gathered.prompts, list(gathered.refusals)
     for line in refused:
         road.progress.say(line)
+    if later := sum(len(prompt["turns"]) > 1 for prompt in found.values()):
+        road.progress.say(f"{later} prompts have later turns, which are not asked: answers to the first ones teach")
     parts = deal(found, road)
     for name, prompts in parts.items():
         write_prompts(part_path(road, name), prompts.values())
@@ -60,8 +62,8 @@ def deal(found: Mapping[str, Prompt], road: Road) -> dict[str, dict[str, Prompt]
     plan = road.plan
     ordered = sorted(found, key=lambda key: hashlib.sha256(key.encode()).digest())
     ordered = ordered[: plan.prompts]
-    compare = max(2, min(plan.compare_prompts, len(ordered) // 6))
-    calibration = max(2, min(plan.calibration_prompts, len(ordered) // 4))
+    share = len(ordered) / plan.prompts
+    compare, calibration = (max(2, int(share * n)) for n in (plan.compare_prompts, plan.calibration_prompts))
     if len(ordered) < compare + calibration + LEAST_TRAINING:
         raise DataError(
             f"prompts are {len(ordered)}; {LEAST_TRAINING + 4} different ones are needed to train, to calibrate and "
@@ -86,7 +88,7 @@ def _written(road: Road) -> tuple[dict[str, Prompt], list[str]]:
     def enough() -> bool:
         return not road.fixed and len(file.drafts) >= least and len(selected().prompts) >= least
 
-    deadline = Deadline(road.budget, road.budget.spent + road.after("prompts"), enough, road.ledger.beat)
+    deadline = Deadline(road.budget, road.end_of("prompts"), enough, road.ledger.beat)
     chosen = selected()
 
     def on_pass(tokens: int) -> None:
@@ -122,8 +124,7 @@ def make_answers(road: Road) -> Facts:
     def enough() -> bool:
         return not road.fixed and file.answers >= least
 
-    end = road.budget.spent + road.after("answers")
-    deadline = Deadline(road.budget, end, enough, road.ledger.beat)
+    deadline = Deadline(road.budget, road.end_of("answers"), enough, road.ledger.beat)
 
     def on_pass(tokens: int) -> None:
         road.progress.show(f"{file.answers} of {wanted} answers", file.answers / max(1, wanted))

@@ -36,7 +36,7 @@ class Ledger:
         """
         self.folder, self.budget = folder, budget
         self.done: dict[str, Facts] = {}
-        self.begun: set[str] = set()
+        self.begun: dict[str, float] = {}  # stage -> seconds spent when it first began
         self.note: Facts = {}
         self._beaten = 0.0
         self._claim(settings)
@@ -47,8 +47,8 @@ class Ledger:
         """Note that ``stage`` begins; returns whether an earlier call had begun it and not come to its end."""
         before = stage in self.begun
         if not before:
-            self._append({"event": "begun", "stage": stage})
-            self.begun.add(stage)
+            self.begun[stage] = self.budget.spent
+            self._append({"event": "begun", "stage": stage, "spent": self.begun[stage]})
         return before
 
     def finish(self, stage: str, facts: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Ledger:
         path = self.folder / "ledger.jsonl"
         for row in read_jsonl(path, allow_torn_tail=True) if path.is_file() else ():
             if row.get("event") == "begun":
-                self.begun.add(row["stage"])
+                self.begun.setdefault(row["stage"], row["spent"])
             elif row.get("event") == "done":
                 self.done[row["stage"]] = row["facts"]
         spent = self.folder / "spent.json"

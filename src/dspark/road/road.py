@@ -20,6 +20,7 @@ from dspark.road.plan import Plan
 from dspark.road.probe import Probe
 
 Fields = dict[str, Any]  # Any: fields of TrainConfig
+OF_THE_ROAD = {"model", "answers", "prompts", "out", "steps", "dtype", "drafter"}  # fields of TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class RoadConfig:
         for name in ("answers", "steps", "max_new_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be 1 or more")
+        if chosen := sorted(self.fields.keys() & OF_THE_ROAD):
+            raise ConfigError(f"--set {chosen[0]}: the road chooses that itself; leave it out")
         if self.answers is not None and self.answers < 8:
             raise ConfigError(f"answers is {self.answers}; a drafter needs 8 or more, some of them held out")
 
@@ -114,6 +117,10 @@ class Road:
             drafter_spec=str(self.out),
         )
 
-    def after(self, *stages: str) -> float:
+    def planned(self, *stages: str) -> float:
         """Seconds that the plan has for ``stages``."""
         return sum(self.plan.seconds[stage] for stage in stages)
+
+    def end_of(self, stage: str) -> float:
+        """When the time of a stage is over, in seconds spent; kills do not lengthen it."""
+        return self.ledger.begun[stage] + self.planned(stage)

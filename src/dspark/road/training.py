@@ -77,11 +77,17 @@ def train_fields(road: Road, *, mask_token_id: int, held_out: int) -> dict[str, 
     }
 
 
+def check_fields(road: Road) -> None:
+    """Raise :class:`ConfigError` for fields of the user's that no training can be made of; before hours are spent."""
+    fields = train_fields(road, mask_token_id=0, held_out=2)
+    TrainConfig(**{**fields, "answers": (), "prompts": (), **road.config.fields})
+
+
 def train_drafter(road: Road) -> Facts:
     """Train, or go on, to the end of the plan's time; the best drafter's files then lie in the road's folder."""
     config = _config(road)
     corpus = load_corpus(config, target=road.target)
-    reserve = road.after("calibrate", "profile", "compare") + 0.01 * road.budget.seconds
+    reserve = road.planned("calibrate", "profile", "compare") + 0.01 * road.budget.seconds
     logged, saved = _logged_step(Path(config.out)), _saved_step(Path(config.out))
     if logged > 0:
         road.progress.say(f"training goes on from step {saved}; {max(0, logged - saved)} logged steps are done again")

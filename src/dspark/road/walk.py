@@ -31,7 +31,7 @@ from dspark.road.plan import Plan, best_block, make_plan, plan_lines
 from dspark.road.probe import Probe, check_fits, measure
 from dspark.road.road import Progress, Road, RoadConfig
 from dspark.road.shape import BLOCKS, draft_shape, parameters, tensor_shapes
-from dspark.road.training import train_drafter
+from dspark.road.training import check_fields, train_drafter
 from dspark.schedule_files import folder_fingerprint
 
 STAGES: dict[str, Callable[[Road], Facts]] = {
@@ -81,6 +81,7 @@ def accelerate(
         road = _prepare(config, place, ledger, progress, probe)
         for line in plan_lines(road.plan, road.probe, _facts(road)):
             progress.say(line)
+        check_fields(road)
         if not plan_only:
             _walk(road)
         return Result(folder=out, stages=ledger.done, seconds=budget.spent, finished=not plan_only)
