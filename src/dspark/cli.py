@@ -558,6 +558,7 @@ def audit(
     """Show that drafts leave your pair's output as it is; exit code 1 if they do not, or if nobody could tell."""
     from dspark import audit_cli
     from dspark.core import SamplingParams
+    from dspark.evaluate.audit_sampled import SampledConfig
 
     options = audit_cli.AuditOptions(
         model=model,
@@ -571,7 +572,7 @@ def audit(
         depths=audit_cli.read_depths(depths),
         low_dtype=low_dtype,
         sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
-        statistics=audit_cli.SampledConfig(
+        statistics=SampledConfig(
             alpha=alpha, power=power, shift=shift if shift is not None else 0.1 if quick else 0.03, seed=seed
         ),
     )

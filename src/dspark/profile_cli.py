@@ -51,9 +51,7 @@ def run(
         contexts=contexts,
         requests=requests,
         repeats=repeats,
-        on_context=lambda context: typer.echo(
-            f"1 to {most} tokens behind {context}, {repeats} times each", err=True
-        ),
+        on_context=lambda context: typer.echo(f"1 to {most} tokens behind {context}, {repeats} times each", err=True),
     )
     profile.write(out)
     for line in lines(profile):
