@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict] = {
     "fresh": {"initialise": "fresh"},
     "no-bigram": {"bigram_passes": 0.0},
     "fresh-no-bigram": {"initialise": "fresh", "bigram_passes": 0.0},
-    "confidence-attached": {"confidence_detach": False},  # its loss reaches the backbone and W1, as the reference's does
+    "confidence-attached": {"confidence_detach": False},  # as the reference's: into backbone and W1
     "layers-1": {"layers": 1},
     "layers-3": {"layers": 3},
     "rank-0": {"markov_rank": 0, "bigram_passes": 0.0},
