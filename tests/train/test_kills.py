@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -75,23 +76,29 @@ def half_logged(folder: Path, line: dict) -> None:
     die()
 
 
-MOMENTS: dict[str, tuple[object, str, Callable[..., None]]] = {  # where a run dies, the third time it gets there
-    "in the middle of a state's file": (dspark.train.state, "save_file", half_written),
-    "before a state is moved into place": (dspark.artifacts, "_move_into_place", die),
-    "while old states are deleted": (dspark.train.state.shutil, "rmtree", die),
-    "before the best drafter is kept": (dspark.train.run, "save_drafter", die),
-    "in the middle of a line of the log": (dspark.train.run, "log", half_logged),
-    "before an update": (torch.optim.AdamW, "step", die),
+def half_deleted(folder: Path, **_: object) -> None:
+    assert Path(folder).name.startswith("state-")
+    (Path(folder) / "facts.json").unlink()
+    die()
+
+
+# where a run dies, and at which call since it was started
+MOMENTS: dict[str, tuple[object, str, Callable[..., None], int]] = {
+    "in the middle of a state's file": (dspark.train.state, "save_file", half_written, 3),
+    "before a state is moved into place": (dspark.artifacts, "_move_into_place", die, 3),
+    "before the best drafter is kept": (dspark.train.run, "save_drafter", die, 1),
+    "while an old state is deleted": (dspark.train.state.shutil, "rmtree", half_deleted, 3),
+    "in the middle of a line of the log": (dspark.train.run, "log", half_logged, 3),
+    "before an update": (torch.optim.AdamW, "step", die, 3),
 }
 
 
 def killed_in(config: TrainConfig, moment: str) -> None:
-    owner, name, death = MOMENTS[moment]
-    real, calls = getattr(owner, name), [0]
+    owner, name, death, fatal = MOMENTS[moment]
+    real, calls = getattr(owner, name), itertools.count(1)
 
     def counted(*args: object, **kwargs: object) -> object:
-        calls[0] += 1
-        return death(*args, **kwargs) if calls[0] == 3 else real(*args, **kwargs)
+        return death(*args, **kwargs) if next(calls) == fatal else real(*args, **kwargs)
 
     setattr(owner, name, counted)
     train(config)

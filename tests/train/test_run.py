@@ -21,7 +21,8 @@ from dspark.models.drafter import NoDrafter
 from dspark.models.loading import load_target
 from dspark.models.registry import load_drafter
 from dspark.train.config import DRAFTERS, EAGLE3_OPTIONS, TrainConfig, drafter_defaults
-from dspark.train.run import settle_dtype, train
+from dspark.train.loop import step_parts, train_step
+from dspark.train.run import load_corpus, settle_dtype, start, train
 from dspark.train_cli import decode_held_out
 
 
@@ -115,7 +116,7 @@ def test_a_run_ends_when_held_out_acceptance_stops_rising(base: TrainConfig, tmp
     """Without learning nothing rises: the first evaluation sets the best, and ``patience`` further ones end the run."""
     config = replace(base, out=str(tmp_path / "run"), learning_rate=0.0, steps=9, evaluate_every=1, patience=2)
     train(config)
-    assert sorted(step for step, kind in lines(tmp_path / "run") if kind == "step") == [1, 2, 3]
+    assert sorted(step for step, kind in lines(tmp_path / "run") if kind == "step" and step) == [1, 2, 3]
     assert (tmp_path / "run" / "state-00000003").is_dir() and (tmp_path / "run" / "best").is_dir()
     train(config)  # the same command finds the run at its end
     assert max(step for step, _ in lines(tmp_path / "run")) == 3
@@ -124,22 +125,24 @@ def test_a_run_ends_when_held_out_acceptance_stops_rising(base: TrainConfig, tmp
 
 
 def test_masters_and_moments_are_fp32_whatever_the_products_are(base: TrainConfig, tmp_path: Path) -> None:
-    config = replace(base, out=str(tmp_path / "run"), dtype="bfloat16", steps=2)
-    seen: set[torch.dtype] = set()
+    config = replace(base, out=str(tmp_path / "run"), dtype="bfloat16", confidence=False)
+    run = start(config, load_corpus(config))
+    parts = step_parts(run.corpus.training[:2], run.features, config, 0)
+    products: set[torch.dtype] = set()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-                seen.add(args[0].dtype)
+                products.add(args[0].dtype)
             return func(*args, **(kwargs or {}))
 
     with Watch():
-        train(config)
-    assert seen == {torch.bfloat16}
-    saved = load_file(tmp_path / "run" / "state-00000002" / "state.safetensors")
-    assert {t.dtype for name, t in saved.items() if not name.endswith("d2t")} == {torch.float32}
-    masters = [t for name, t in saved.items() if name.startswith("model/") and t.is_floating_point()]
-    assert any(not torch.equal(t, t.bfloat16().float()) for t in masters)
+        train_step(run.method, run.optimizer, parts, config, step=0, rate=1e-3)
+    assert products == {torch.bfloat16}
+    kept = [*run.model.parameters(), *(p.grad for p in run.model.parameters() if p.grad is not None)]
+    kept += [value for state in run.optimizer.state.values() for value in state.values()]
+    assert {t.dtype for t in kept} == {torch.float32}
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in run.model.parameters())
 
 
 def test_without_anything_held_out_a_run_is_refused(base: TrainConfig, tmp_path: Path) -> None:

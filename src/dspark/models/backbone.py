@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
+from dspark.models.block_flex import block_mask, flex_packed_attention, token_indices
 from dspark.models.draft_config import DraftConfig
 from dspark.models.drafter_shape import DrafterShape
 from dspark.models.heads import ConfidenceHead, SequentialHead, make_head
@@ -90,10 +92,12 @@ def rotate(
 
 @dataclass(frozen=True)
 class Tables:
-    """Rotary tables of one batch: those of its slots and those of its context rows."""
+    """What all layers of a pass share: rotary tables of the slots and of the context rows, and, where flex_attention
+    runs, who sees whom."""
 
     slots: Float[Tensor, "two slots head_dim"]
     context: Float[Tensor, "two context head_dim"]
+    mask: BlockMask | None = None  # None: the loop over sequences
 
 
 class HeadProjections(nn.Module):
@@ -146,6 +150,9 @@ class DraftAttention(HeadProjections):
         q = self.queries(x, tables.slots)
         k, v = self.keys_values(x, tables.slots)
         k_ctx, v_ctx = self.keys_values(context, tables.context)
+        if tables.mask is not None:
+            keys, values = torch.cat((k_ctx, k)), torch.cat((v_ctx, v))
+            return linear(flex_packed_attention(q, keys, values, tables.mask, self.scale), self.o_proj)
         size = x.shape[0] // max(1, batch.anchors.shape[0])
         outputs, slot0, row0, block0 = [], 0, 0, 0
         for rows, blocks in zip(batch.context_counts, batch.block_counts, strict=True):
@@ -289,6 +296,7 @@ class DraftModel(nn.Module):
             )
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(config.confidence_inputs)
+        self.flex: bool | None = None  # whether flex_attention runs instead of the loop; None: on CUDA
         self.d2t: Tensor | None
         size = config.draft_vocab_size
         self.register_buffer("d2t", None if size is None else torch.zeros(size, dtype=torch.long))
@@ -305,6 +313,11 @@ class DraftModel(nn.Module):
     def context(self, features: Float[Tensor, "context features"]) -> Float[Tensor, "context hidden"]:
         """C = RMSNorm(fc . F), shared by all layers."""
         return self.hidden_norm(linear(features, self.fc))
+
+    def _mask(self, batch: BlockBatch, slots: int) -> BlockMask | None:
+        if not (self.flex or (self.flex is None and batch.anchors.is_cuda)):
+            return None
+        return block_mask(token_indices(batch.context_counts, batch.block_counts, batch.anchors, slots))
 
     def _turns(self, positions: Int[Tensor, "rows"]) -> Float[Tensor, "two rows head_dim"]:
         config = self.config
@@ -329,7 +342,7 @@ class DraftModel(nn.Module):
         device = x.device
         positions = (batch.anchors[:, None] + torch.arange(slots, device=device)).flatten()
         rows = torch.cat([torch.arange(n, device=device) for n in batch.context_counts])
-        tables = Tables(self._turns(positions), self._turns(rows))
+        tables = Tables(self._turns(positions), self._turns(rows), self._mask(batch, slots))
         context = self.context(batch.features)
         for layer in self.draft_layers():
             x = layer(x, context, batch, tables)
