@@ -142,7 +142,7 @@ def test_every_flaw_is_caught_and_leaves_nothing_behind(flaw: Any) -> None:
 
 
 def test_a_drafter_that_reports_another_distribution_is_caught() -> None:
-    assert p_value(liar(table()), setting()) < 1e-6
+    assert p_value(liar(table()), setting()) < 1e-4
 
 
 def test_features_and_vocabulary_keep_their_shapes() -> None:
