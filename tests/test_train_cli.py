@@ -6,16 +6,20 @@ import json
 import os
 import signal
 import threading
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tiny_chat import save_chat_model
+from tiny_run import run_ranks
 from typer.testing import CliRunner, Result
 
 import dspark.train_cli as train_cli
 from dspark.cli import app
 from dspark.errors import ConfigError
 from dspark.train.config import TrainConfig
+from dspark.train.ranks import Ranks
 from dspark.train_cli import evaluation_text, progress_text, read_config
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -98,6 +102,11 @@ def test_the_first_interrupt_is_a_flag_and_the_second_is_none() -> None:
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSPARK_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +197,34 @@ def test_mistakes_end_in_one_line(model: Path, tmp_path: Path) -> None:
         failed = invoke(train_command(model, tmp_path, *extra))
         assert failed.exit_code == 2 and words in failed.stderr and failed.stderr.count("\n") == 1, failed.output
     assert isinstance(read_config({}, []), TrainConfig)
+
+
+def test_the_plan_names_what_bounds_each_part_and_writes_nothing(model: Path, tmp_path: Path) -> None:
+    done = invoke(train_command(model, tmp_path, "--plan"))
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = done.stdout.splitlines()
+    assert found[0].startswith("target") and "blocks_per_pass" in done.stdout and found[-1].startswith("together")
+    assert not (tmp_path / "run").exists()
+
+
+def in_two_processes(ranks: Ranks, command: list[str], folder: Path) -> None:
+    config = read_config({"steps": 4, **json.loads(command[0])}, command[1:])
+    with (
+        open(folder / f"out-{ranks.rank}", "w") as out,
+        open(folder / f"errors-{ranks.rank}", "w") as errors,
+        redirect_stdout(out),
+        redirect_stderr(errors),
+    ):
+        assert train_cli.run(config)
+
+
+def test_of_two_processes_the_first_one_speaks(model: Path, tmp_path: Path) -> None:
+    command = train_command(model, tmp_path)
+    given = {"model": str(model), "out": str(tmp_path / "run")}
+    given |= {name: [str(tmp_path / f"{name}.jsonl")] for name in ("answers", "prompts")}
+    sets = [value for option, value in pairwise(command) if option == "--set"]
+    sets += [f"{name}={json.dumps(given.pop(name))}" for name in ("answers", "prompts")]
+    assert run_ranks(2, in_two_processes, [json.dumps(given), *sets], tmp_path, join=False) == [0, 0]
+    assert (tmp_path / "out-0").read_text().strip() == str(tmp_path / "run" / "best")
+    assert "4/4, loss" in (tmp_path / "errors-0").read_text()
+    assert (tmp_path / "out-1").read_text() == "" and "loss" not in (tmp_path / "errors-1").read_text()

@@ -75,19 +75,27 @@ def _alone(work: Callable[..., None], *arguments: object) -> None:
     work(*arguments)
 
 
-def run_ranks(size: int, work: Callable[..., None], *arguments: object) -> list[int | None]:
-    """Call ``work(ranks, *arguments)`` in ``size`` processes as `torchrun` would; returns their exit codes."""
+def run_ranks(size: int, work: Callable[..., None], *arguments: object, join: bool = True) -> list[int | None]:
+    """Call ``work(ranks, *arguments)`` in ``size`` processes as `torchrun` would; returns their exit codes.
+
+    ``join`` False leaves joining the others to ``work``.
+    """
     with socket.socket() as door:
         door.bind(("127.0.0.1", 0))
         port = door.getsockname()[1]
-    children = [fork(_as_rank, rank, size, port, work, arguments) for rank in range(size)]
+    children = [fork(_as_rank, rank, size, port, join, work, arguments) for rank in range(size)]
     for child in children:
         child.join(120)
     return [child.exitcode for child in children]
 
 
-def _as_rank(rank: int, size: int, port: int, work: Callable[[Ranks], None], arguments: tuple[object, ...]) -> None:
+def _as_rank(
+    rank: int, size: int, port: int, join: bool, work: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    if not join:
+        work(Ranks(rank, size), *arguments)
+        return
     with joined() as ranks:
         work(ranks, *arguments)

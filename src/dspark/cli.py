@@ -373,15 +373,25 @@ def train(
         list[str] | None,
         typer.Option("--set", help="Any other field of TrainConfig, as name=value; may be repeated."),
     ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Features from `cache build`; default: the target runs beside the trainer.")
+    ] = None,
+    plan_only: Annotated[bool, typer.Option("--plan", help="Print what memory it will take, and stop.")] = False,
     threads: Threads = None,
 ) -> None:
-    """Train a drafter on the target's own answers; ends with the folder of the best one."""
+    """Train a drafter on the target's own answers; ends with the folder of the best one. `torchrun` starts it in many
+    processes."""
     from dspark import train_cli
 
     given: dict[str, Any] = {"model": model, "drafter": drafter, "out": str(out)}
     given |= {"answers": tuple(map(str, answers)), "prompts": tuple(map(str, prompts))}
     given |= {} if steps is None else {"steps": steps}
-    if not train_cli.run(train_cli.read_config(given, fields or []), threads=threads):
+    given |= {} if cache is None else {"cache": str(cache)}
+    config = train_cli.read_config(given, fields or [])
+    if plan_only:
+        for line in train_cli.plan_lines(config):
+            typer.echo(line)
+    elif not train_cli.run(config, threads=threads):
         raise typer.Exit(EXIT_INTERRUPTED)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,11 +13,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from dspark.assignments import read_fields
 from dspark.data.features import Sample
-from dspark.errors import ConfigError
 from dspark.evaluate.held_out import decoded_acceptance
 from dspark.models.drafter import Drafter
 from dspark.train.config import TrainConfig, drafter_defaults
+from dspark.train.ranks import joined
 from dspark.train.run import Corpus, train
 
 
@@ -28,38 +28,8 @@ def read_config(given: Mapping[str, Any], assignments: Sequence[str]) -> TrainCo
     What is not given stands at the default that the drafter's method wants.
     Raises :class:`ConfigError` for an unknown field, a value of another type, or a field given twice.
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-    values = dict(given)
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {assignment} has no value; write --set {assignment}=VALUE")
-        if name not in defaults:
-            raise ConfigError(f"--set {name}: no such field; there are {', '.join(defaults)}")
-        if name in values:
-            raise ConfigError(f"{name} is given twice; leave one out")
-        values[name] = _typed(name, text, defaults[name])
+    values = read_fields(given, assignments, {f.name: f.default for f in dataclasses.fields(TrainConfig)})
     return TrainConfig(**{**drafter_defaults(values.get("drafter", TrainConfig.drafter)), **values})
-
-
-def _typed(name: str, text: str, default: object) -> object:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = text
-    if isinstance(default, tuple):
-        value = _tuples(value)
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if isinstance(default, str) and not isinstance(value, str):
-        value = text
-    if type(value) is not type(default):
-        raise ConfigError(f"{name} is {text!r}; it must be like its default, {json.dumps(default)}")
-    return value
-
-
-def _tuples(value: object) -> object:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def run(config: TrainConfig, *, threads: int | None = None) -> bool:
@@ -69,14 +39,29 @@ def run(config: TrainConfig, *, threads: int | None = None) -> bool:
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    out = Console(stderr=True, highlight=False)
-    with _first_interrupt() as interrupted, _Board(out, config) as board:
-        best = train(config, evaluate=decode_held_out, on_step=board.show, stop=interrupted)
-    if interrupted() and board.step < config.steps:
-        out.print("interrupted; the state is saved, and the same command goes on from it")
-        return False
-    Console(highlight=False).print(str(best), soft_wrap=True)
+    with joined() as ranks:
+        out = Console(stderr=True, highlight=False, quiet=not ranks.leads)
+        with _first_interrupt() as interrupted, _Board(out, config) as board:
+            best = train(config, evaluate=decode_held_out, on_step=board.show, stop=interrupted, ranks=ranks)
+        if ranks.any(interrupted())[0] and ranks.first(lambda: board.step) < config.steps:
+            out.print("interrupted; the state is saved, and the same command goes on from it")
+            return False
+        if ranks.leads:
+            Console(highlight=False).print(str(best), soft_wrap=True)
     return True
+
+
+def plan_lines(config: TrainConfig, *, processes: int = 1) -> list[str]:
+    """What each process will take of its device's memory, part by part, and the fields that make it less; nothing of
+    the target is loaded but its configuration. Raises :class:`ConfigError` for methods that cannot be planned."""
+    from dspark.models.weights import read_config as read_target_config
+    from dspark.models.weights import resolve_model
+    from dspark.train.memory import memory_plan  # pulls in transformers
+
+    plan = memory_plan(config, read_target_config(resolve_model(config.model)), processes=processes)
+    width = max(len(item.name) for item in plan.items)
+    lines = [f"{item.name:<{width}}  {item.nbytes / 2**30:7.2f} GiB  {item.bound}" for item in plan.items]
+    return [*lines, f"{'together, at most':<{width}}  {plan.nbytes / 2**30:7.2f} GiB  without what CUDA itself takes"]
 
 
 def decode_held_out(

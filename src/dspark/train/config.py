@@ -119,6 +119,7 @@ class TrainConfig:
     dtype: str = "auto"  # compute dtype of products; masters and gradients are fp32
     feature_gigabytes: float = 8.0  # memory for features, computed or read
     cache: str = ""  # folder that `dspark cache build` wrote; empty: the target runs beside the trainer
+    whole_target: bool = True  # False, with a cache: load its embedding and head alone, and judge without decoding
     chunk: int = 256  # rows whose logits exist at a time
     blocks_per_pass: int = 0  # blocks whose activations exist at a time, in each process; 0: all of a step's
     parallel: str = "ddp"  # several processes, started by `torchrun`: ddp (all whole) or fsdp (all sharded)
@@ -169,6 +170,8 @@ class TrainConfig:
             raise ConfigError(f"initialise is {self.initialise!r}; it must be {known} or the folder of a drafter")
         if not self.curriculum or self.curriculum[-1][0] < 1.0:
             raise ConfigError(f"curriculum is {self.curriculum}; its last entry must reach until fraction 1.0")
+        if not self.whole_target and not self.cache:
+            raise ConfigError("whole_target is false and cache is ''; features then must come from a cache, name one")
         if self.cache and not Path(self.cache).is_dir():
             raise ConfigError(f"cache is {self.cache!r}, which is no folder; name one that `dspark cache build` wrote")
         for path in (*self.answers, *self.prompts):

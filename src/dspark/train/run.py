@@ -25,13 +25,8 @@ from torch import Tensor, nn
 from dspark.chat import ChatFormat
 from dspark.data.cache_features import open_features, target_identity
 from dspark.data.features import FeatureSource, Sample
-from dspark.data.samples import (
-    choose_draft_vocab,
-    read_prompts,
-    read_samples,
-    split_held_out,
-    token_counts,
-)
+from dspark.data.sample_cache import load_samples
+from dspark.data.samples import choose_draft_vocab, split_held_out, token_counts
 from dspark.errors import ConfigError
 from dspark.models.checkpoint import AnyConfig, build_model, read_drafter, save_drafter
 from dspark.models.drafter import Drafter
@@ -39,6 +34,7 @@ from dspark.models.loading import load_target
 from dspark.models.target import Target
 from dspark.models.weights import load_tensors, read_config, resolve_model
 from dspark.train.config import INITIALISERS, TrainConfig
+from dspark.train.frozen_target import load_frozen_target
 from dspark.train.loop import choose_samples, cut_step, held_out_numbers, step_pieces
 from dspark.train.methods import Method, make_method
 from dspark.train.optim import learning_rate, make_optimizer, restore_optimizer
@@ -120,9 +116,12 @@ Evaluate = Callable[[Corpus, TrainConfig, Drafter, Sequence[Sample]], dict[str, 
 def load_corpus(config: TrainConfig, ranks: Ranks = ALONE, *, target: Target | None = None) -> Corpus:
     """The target, unless it is given, and the samples, held-out prompts set apart."""
     place = resolve_model(config.model)
-    target = target or load_target(config.model, dtype=config.dtype)
+    if target is None and config.whole_target:
+        target = load_target(config.model, dtype=config.dtype)
+    elif target is None:
+        target = load_frozen_target(config.model, place, dtype=config.dtype)
     chat = ChatFormat.from_folder(place)
-    samples = read_samples(config.answers, read_prompts(config.prompts), chat, max_tokens=config.max_tokens)
+    samples = ranks.in_turn(lambda: load_samples(config.answers, config.prompts, chat, max_tokens=config.max_tokens))
     training, held_out = split_held_out(samples, config.held_out)
     if not training or not held_out:
         raise ConfigError(
@@ -326,7 +325,7 @@ def _judge(run: Run, method: Method, evaluate: Evaluate | None) -> tuple[dict[st
     line: dict[str, Any] = {"held_out_analytic": analytic}
     score = analytic["mean"]
     measure: list[str | int] = ["analytic"]
-    if evaluate is not None:
+    if evaluate is not None and run.config.whole_target:
         chosen = run.corpus.held_out[:: max(1, len(run.corpus.held_out) // max(1, run.config.evaluate_prompts))]
         chosen = chosen[: run.config.evaluate_prompts]
         line["held_out_decoded"] = evaluate(run.corpus, run.config, method.drafter(), chosen)

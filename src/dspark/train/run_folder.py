@@ -29,6 +29,7 @@ FREE_FIELDS = frozenset(  # what a resumed run may change: its length, what watc
         "patience",
         "save_seconds",
         "feature_gigabytes",
+        "whole_target",
         "parallel",
         "blocks_per_pass",
     }
