@@ -124,6 +124,14 @@ def test_a_run_ends_when_held_out_acceptance_stops_rising(base: TrainConfig, tmp
     assert max(step for step, _ in lines(tmp_path / "run")) == 4
 
 
+def test_of_equally_good_drafters_the_newest_is_kept(base: TrainConfig, tmp_path: Path) -> None:
+    """Where drafts are as good as they can be, confidences still have to learn it."""
+    config = replace(base, out=str(tmp_path / "run"), steps=4, evaluate_every=1, save_seconds=99.0)
+    train(config, evaluate=lambda *_: {"acceptance_length": 2.0})
+    best, last = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("best", "last"))
+    assert all(torch.equal(best[name], last[name]) for name in last)
+
+
 def test_masters_and_moments_are_fp32_whatever_the_products_are(base: TrainConfig, tmp_path: Path) -> None:
     config = replace(base, out=str(tmp_path / "run"), dtype="bfloat16", confidence=False)
     run = start(config, load_corpus(config))

@@ -18,8 +18,8 @@ from dspark.road.probe import Probe
 ANSWER_SHARE = 0.75  # of the most tokens that an answer may have, what answers have on average
 PROMPT_TOKENS = 60  # of a prompt that the model writes, and of one that is not kept
 DRAFTS_PER_PROMPT = 1.6  # written for each one kept
-SLOTS = 1792  # supervised slots of a training step
-OVERHEAD = 1.6  # of a training step over its products alone
+SLOTS = 1344  # supervised slots of a training step
+OVERHEAD = 1.0  # factor on the products of a training step; the pass that tells their speed has other parts as well
 EVALUATIONS = 6  # in the course of a run
 SMALL_SHARE = 0.06  # of the budget: calibration, and the comparison
 CALIBRATION_ROUNDS = 400  # of which half are fitted on, and half judged on

@@ -332,10 +332,10 @@ def _judge(run: Run, method: Method, evaluate: Evaluate | None) -> tuple[dict[st
         score = line["held_out_decoded"]["acceptance_length"]
         measure = ["decoded", run.config.evaluate_prompts, run.config.evaluate_tokens]
     before = run.standing if measure == run.standing.measure else Standing()  # other measures do not compare
-    if score <= before.best:
+    if score < before.best:
         return line, Standing(before.best, measure, before.stale + 1)
-    _keep(run, method, "best")
-    return line, Standing(score, measure)
+    _keep(run, method, "best")  # of equals the newest, whose confidences have learned longest
+    return line, Standing(score, measure, 0 if score > before.best else before.stale + 1)
 
 
 def _keep(run: Run, plain: Method, name: str) -> None:
