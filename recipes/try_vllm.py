@@ -1,6 +1,6 @@
 """Whether vLLM loads a converted drafter, and how many of its drafts the target accepts there.
 
-    python recipes/try_vllm.py TARGET DRAFTER [--limit 2] [--tokens 64] [--method dspark] [--interpret] [--plain]
+    python recipes/try_vllm.py TARGET DRAFTER [--limit 2] [--tokens 64] [--interpret] [--fix-norms] [--plain]
 
 Runs in an environment of its own that holds vLLM, not dspark. TARGET is a transformers folder, DRAFTER a folder that
 `dspark convert` wrote (docs/exports.md says which form vLLM wants). Decodes the built-in prompts greedily, one after
@@ -8,8 +8,9 @@ the other, and prints one JSON object: tokens per round (bonus included) by doma
 prompts. vLLM counts the drafts of a last round that overshoots --tokens, we do not.
 
 `--interpret` is for machines without a GPU and without triton-cpu, which vLLM's DSpark needs there: its kernels then
-run in Triton's interpreter. The code is vLLM's, the speed says nothing. `--plain` decodes without the drafter as well
-and counts the prompts whose output is the same.
+run in Triton's interpreter. The code is vLLM's, the speed says nothing. `--fix-norms` works around a fault of vLLM
+0.32.0 on CPUs that costs or gains acceptance by chance (:func:`fix_norms`). `--plain` decodes without the drafter as
+well and counts the prompts whose output is the same.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="at most, per prompt")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--interpret", action="store_true", help="Triton's kernels in its interpreter")
+    parser.add_argument("--fix-norms", action="store_true", help="each draft layer's own norm for its context keys")
     parser.add_argument("--plain", action="store_true", help="compare the output with that without a drafter")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the counters live in this process
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     if args.interpret:
         interpret_triton()
+    if args.fix_norms:
+        fix_norms()
     speculative = {"model": str(args.drafter), "method": args.method, "num_speculative_tokens": args.drafts}
     told = {key: value for key, value in speculative.items() if value is not None}
     texts, result = decode(args, told)
@@ -60,6 +64,25 @@ def interpret_triton() -> None:
     from triton.backends import backends
 
     backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False), compiler=None))
+
+
+def fix_norms() -> None:
+    """Norm the context keys of each draft layer by a call of its own.
+
+    vLLM norms them all in one call with weights [layers, head_dim]; the CPU kernel of 0.32.0 takes the first row for
+    every layer, as the XPU kernel did (vLLM pull request 56431). CUDA's chooses the layer's.
+    """
+    import torch
+    from vllm import _custom_ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normed(self: Any, keys: torch.Tensor) -> torch.Tensor:  # Any: vLLM is not installed where this file is checked
+        out = torch.empty_like(keys)
+        for row, layer, weight in zip(out, keys, self._k_norm_weights, strict=True):
+            _custom_ops.rms_norm(row, layer, weight, self._rms_norm_eps)
+        return out
+
+    DFlashQwen3Model._normalize_context_k = normed
 
 
 def decode(args: argparse.Namespace, speculative: dict[str, Any] | None) -> tuple[list[str], dict[str, Any]]:
@@ -90,7 +113,7 @@ def decode(args: argparse.Namespace, speculative: dict[str, Any] | None) -> tupl
     return texts, result
 
 
-def counters(llm: Any) -> dict[str, int]:  # Any: vLLM is not installed where this file is checked
+def counters(llm: Any) -> dict[str, int]:
     return {metric.name: metric.value for metric in llm.get_metrics() if metric.name in (ACCEPTED, ROUNDS)}
 
 
