@@ -38,6 +38,7 @@ BELOW |= {"cache_cli": STAGE | {"data", "train", "train_cli", "cache_runs"}, "ca
 BELOW |= {name: STAGE | {"evaluate", "bundle", "export"} for name in ("calibrate_cli", "profile_cli")}
 STAGES = {"data", "train", "evaluate", "bundle", "train_cli", "prompts_cli", "calibrate_cli", "profile_cli"}
 BELOW |= {"road": STAGE | STAGES, "accelerate_cli": {"errors", "road"}}
+BELOW |= {"verbs": {*BELOW}}
 BELOW |= {"cli": {*BELOW}, "__main__": {"cli"}}
 ABOVE = {"models/registry.py": {"export"}}  # the door to drafters of any format stands above the formats
 
