@@ -1,0 +1,1 @@
+"""Serving: many requests at once through one target and one drafter."""
