@@ -26,6 +26,7 @@ from dspark.models.lean_memory import LeanMemory
 from dspark.models.lean_weights import Weights
 from dspark.models.linear import Linear
 from dspark.models.native import native_ops
+from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
 from dspark.models.ragged import SHORT_COUNT, check_batch, last_tokens
 from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_max_len, check_taps
@@ -116,6 +117,11 @@ class LeanTarget:
         check_max_len(max_len, self.info)
         return LeanMemory(self.config, rows=rows, max_len=max_len, dtype=self.info.dtype, device=self.info.device)
 
+    def new_paged_memory(self, tables: PageTables, *, pages: int) -> PagedMemory:
+        """KV memory of ``pages`` pages for the seats of ``tables``, none of them past the model's context."""
+        info = self.info
+        return PagedMemory(self.config, tables, pages=pages, dtype=info.dtype, device=info.device, max_len=info.max_len)
+
     def embed(self, token_ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """Input embeddings as the first layer receives them."""
         embedded = F.embedding(token_ids, self._embedding)
@@ -169,7 +175,7 @@ class LeanTarget:
     ) -> tuple[Tensor, list[Tensor]]:
         """All layers over the flat batch: the final-norm states and the tapped ones."""
         ops = self._native or self._plain
-        attention = ops if max(counts) <= SHORT_COUNT else self._plain
+        attention = ops if max(counts) <= SHORT_COUNT and not memory.scattered else self._plain
         attend = attention.attention(
             memory, rows, counts, self._layers, lambda rope: self._angles(rope, memory.max_len)
         )

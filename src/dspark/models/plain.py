@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dspark.models.decoder_config import DecoderConfig, Rope
-from dspark.models.lean_memory import LeanMemory, MemoryViews
+from dspark.models.lean_memory import LeanMemory, Views
 from dspark.models.lean_weights import Layer
 from dspark.models.norm import RMSNorm
 from dspark.models.ragged import AttentionShape, Run, Span, plan_batch
@@ -62,9 +62,9 @@ class PlainOps:
         """Self-attention for one pass: a function from layer index and [tokens, q, k and v] to [tokens, heads].
 
         The function writes the new keys and values into the memory. Attention runs once per run of the batch. A token
-        sees its row's keys up to its own; with ``causal`` False (one row at a time) up to the last of the pass.
+        sees its row's keys up to its own; with ``causal`` False up to the last of its row in the pass.
         """
-        plan = plan_batch(memory, rows, counts, self._shape, causal=causal)
+        plan = plan_batch(memory, rows, counts, self._shape, causal=causal, scattered=memory.scattered)
         views = [memory.views(run) for run in plan.runs]
         rotation = local = self._rotation(tables(self.config.rope), plan.positions)
         if self.config.local_rope != self.config.rope:
@@ -110,12 +110,11 @@ class PlainOps:
         states = torch.addcmul(qkv * cos, qkv.roll(config.head_dim // 2, -1), sin)
         return states[:, :heads], states[:, heads:].view(-1, 2, kv_heads, config.head_dim)
 
-    def _run(self, i: int, slides: bool, queries: Tensor, new: Tensor, run: Run, view: MemoryViews) -> Tensor:
+    def _run(self, i: int, slides: bool, queries: Tensor, new: Tensor, run: Run, view: Views) -> Tensor:
         """Write a run's new keys and values, then attend."""
-        view.write(i, new, run)
-        if slides:
-            return self._attend(queries, view.local_keys[i], view.local_values[i], run.local, run)
-        return self._attend(queries, view.keys[i], view.values[i], run.full, run)
+        view.write(i, new)
+        keys, values = view.read(i, slides)
+        return self._attend(queries, keys, values, run.local if slides else run.full, run)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, span: Span, run: Run) -> Tensor:
         """Attention of one run; ``queries`` [tokens, heads, head_dim] to [tokens, heads * head_dim]."""

@@ -43,18 +43,20 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Neighbouring memory rows with equal counts, which share one attention call."""
+    """Rows with equal counts, neighbours in the memory unless it is scattered, which share one attention call."""
 
     tokens: slice  # in the flat batch
-    rows: slice  # in the memory
+    rows: tuple[int, ...]  # of the memory
+    pasts: tuple[int, ...]  # tokens that each row holds
     count: int  # new tokens per row
-    past: int  # tokens that the first row holds
     folded: bool  # query heads of a key-value head lie on the query axis, as (token, group)
-    scatter: (
-        tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"]] | None
-    )  # row and position of each token, if several rows
     full: Span
     local: Span  # of sliding layers; the same object as ``full`` where none slides
+
+    def places(self) -> tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"]]:
+        """Row and position of each token."""
+        positions = torch.tensor(self.pasts)[:, None] + torch.arange(self.count)
+        return torch.tensor(self.rows).repeat_interleave(self.count), positions.reshape(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,29 +94,34 @@ def last_tokens(states: Float[Tensor, "tokens width"], counts: Sequence[int]) ->
 
 
 def plan_batch(
-    memory: KVMemory, rows: Sequence[int], counts: Sequence[int], shape: AttentionShape, *, causal: bool = True
+    memory: KVMemory,
+    rows: Sequence[int],
+    counts: Sequence[int],
+    shape: AttentionShape,
+    *,
+    causal: bool = True,
+    scattered: bool = False,
 ) -> Plan:
     """Cut a checked batch into runs.
 
-    A row joins the run before it if it is the memory's next row with the same short count, and if the padding it brings
-    to a common number of keys costs less than an attention call of its own. With ``causal`` False, for one row alone,
-    nothing is hidden: every token sees the whole row, as a draft block does.
+    A row joins the run before it if it is the memory's next row (any row, in a ``scattered`` memory) with the same
+    short count, and if the padding it brings to a common number of keys costs less than an attention call of its own.
+    With ``causal`` False every token sees all of its row, the pass's later tokens too, as a draft block does.
     """
-    assert causal or (len(rows) == 1 and shape.window is None), "a pass that hides nothing has one row and no window"
     pasts = [memory.lengths[row] for row in rows]
     runs: list[Run] = []
     first = begin = longest = 0
     for i in range(len(rows) + 1):
         if first < i < len(rows):
             padding = max(0, pasts[i] - longest) * (i - first) + max(0, longest - pasts[i])
-            alike = rows[i] == rows[i - 1] + 1 and counts[i] == counts[first] <= SHORT_COUNT
-            if alike and padding <= CALL_TOKENS:
+            joins = scattered or rows[i] == rows[i - 1] + 1
+            if joins and counts[i] == counts[first] <= SHORT_COUNT and padding <= CALL_TOKENS:
                 longest = max(longest, pasts[i])
                 continue
         if i > first:
-            runs.append(_run(begin, rows[first], counts[first], pasts[first:i], shape, causal))
-            begin += counts[first] * (i - first)
-            first = i
+            tokens = slice(begin, begin + counts[first] * (i - first))
+            runs.append(_run(tokens, tuple(rows[first:i]), tuple(pasts[first:i]), counts[first], shape, causal))
+            begin, first = tokens.stop, i
         longest = pasts[i] if i < len(rows) else 0
     if len(rows) == 1:
         return Plan(runs=tuple(runs), positions=slice(pasts[0], pasts[0] + counts[0]))
@@ -122,43 +129,33 @@ def plan_batch(
     return Plan(runs=tuple(runs), positions=torch.cat(spans).to(shape.device))
 
 
-def _run(begin: int, row: int, count: int, pasts: list[int], shape: AttentionShape, causal: bool) -> Run:
+def _run(
+    tokens: slice, rows: tuple[int, ...], pasts: tuple[int, ...], count: int, shape: AttentionShape, causal: bool
+) -> Run:
     folded = len(pasts) > 1 or count <= SHORT_COUNT
-    scatter = None
-    if len(pasts) > 1:
-        positions = torch.tensor(pasts)[:, None] + torch.arange(count)
-        row_ids = torch.arange(row, row + len(pasts)).repeat_interleave(count)
-        scatter = (row_ids.to(shape.device), positions.reshape(-1).to(shape.device))
-    full = Span(start=0, stop=max(pasts) + count, mask=None, causal=False)
-    if causal:
-        full = _span(count, pasts, folded, None, shape)
-    return Run(
-        tokens=slice(begin, begin + count * len(pasts)),
-        rows=slice(row, row + len(pasts)),
-        count=count,
-        past=pasts[0],
-        folded=folded,
-        scatter=scatter,
-        full=full,
-        local=full if shape.window is None else _span(count, pasts, folded, shape.window, shape),
-    )
+    full = _span(count, pasts, folded, None, shape, causal)
+    local = full if shape.window is None else _span(count, pasts, folded, shape.window, shape, causal)
+    return Run(tokens=tokens, rows=rows, pasts=pasts, count=count, folded=folded, full=full, local=local)
 
 
-def _span(count: int, pasts: list[int], folded: bool, window: int | None, shape: AttentionShape) -> Span:
+def _span(
+    count: int, pasts: tuple[int, ...], folded: bool, window: int | None, shape: AttentionShape, causal: bool
+) -> Span:
     """Key range and mask of a run, for full layers (``window`` None) or sliding ones."""
     start = 0 if window is None else max(0, min(pasts) - window + 1)
     stop = max(pasts) + count
     same = min(pasts) == max(pasts)
     reaches = window is None or stop - start <= window  # no query's window ends within the range
-    if count == 1 and same:
+    if same and reaches and (count == 1 or not causal):
         return Span(start=start, stop=stop, mask=None, causal=False)
     if stop == count and not folded and reaches and shape.fused:
         return Span(start=start, stop=stop, mask=None, causal=True)
     queries = (torch.tensor(pasts)[:, None] + torch.arange(count))[:, :, None]
     keys = torch.arange(start, stop)
-    hidden = keys > queries
+    hidden = keys > (queries if causal else queries[:, -1:])
     if window is not None:
-        hidden |= keys <= queries - window
+        hidden = hidden | (keys <= queries - window)
+    hidden = hidden.expand(-1, count, -1)
     mask = torch.zeros(hidden.shape, dtype=shape.dtype).masked_fill_(hidden, float("-inf")).to(shape.device)
     if folded:
         mask = mask.repeat_interleave(shape.group, 1)

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from dspark.models.paged_memory import PagedMemory, PageTables
 
 # A "tap" behind every layer: the state after the final norm, which the head reads. MTP drafters draw on it.
 FINAL = 1 << 20
@@ -145,6 +148,15 @@ class Target(Protocol):
 
     def head_weight(self) -> Float[Tensor, "vocab hidden"]:
         """Weight of the language-model head, which drafters share."""
+        ...
+
+
+@runtime_checkable
+class PagedTarget(Target, Protocol):
+    """A target whose requests can share one pool of pages. Its ``forward`` takes that memory like any other."""
+
+    def new_paged_memory(self, tables: PageTables, *, pages: int) -> PagedMemory:
+        """KV memory of ``pages`` pages for the seats of ``tables``; never longer than the target's context."""
         ...
 
 
