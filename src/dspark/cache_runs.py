@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dspark.chat import ChatFormat
 from dspark.data.anchors import anchor_candidates, make_blocks, sample_anchors
+from dspark.data.answer_file import template_options_of
 from dspark.data.cache_deepspec import DeepSpecForm
 from dspark.data.cache_features import CachedFeatureSource, target_identity
 from dspark.data.cache_format import BUILD_NAME, Form, TargetIdentity
@@ -29,7 +30,8 @@ from dspark.data.cache_reader import FeatureCache
 from dspark.data.cache_rows import ENCODINGS, encoding_named, relative_errors
 from dspark.data.cache_writer import CacheBuild
 from dspark.data.features import FeatureSource, Sample, target_states
-from dspark.data.samples import choose_draft_vocab, read_prompts, read_samples, split_held_out, token_counts
+from dspark.data.sample_cache import load_samples
+from dspark.data.samples import choose_draft_vocab, split_held_out, token_counts
 from dspark.data.windows import SmallForm
 from dspark.errors import ConfigError, DataError
 from dspark.maths.losses import LossAlphas
@@ -87,8 +89,8 @@ class CacheJob:
 def prepare(config: TrainConfig, folder: Path | None = None) -> CacheJob:
     """Load what ``config`` names. A build begun in ``folder`` keeps the dtype that it began with."""
     place = resolve_model(config.model)
-    chat = ChatFormat.from_folder(place)
-    samples = read_samples(config.answers, read_prompts(config.prompts), chat, max_tokens=config.max_tokens)
+    chat = ChatFormat.from_folder(place, template_options=template_options_of(config.answers))
+    samples = load_samples(config.answers, config.prompts, chat, max_tokens=config.max_tokens)
     dtype = (begun_dtype(folder) or "auto") if config.dtype == "auto" else config.dtype
     target = load_target(config.model, dtype=dtype)
     highest = max(int(sample.token_ids.max()) for sample in samples)

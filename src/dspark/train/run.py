@@ -23,6 +23,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from dspark.chat import ChatFormat
+from dspark.data.answer_file import template_options_of
 from dspark.data.cache_features import open_features, target_identity
 from dspark.data.features import FeatureSource, Sample
 from dspark.data.sample_cache import load_samples
@@ -120,7 +121,7 @@ def load_corpus(config: TrainConfig, ranks: Ranks = ALONE, *, target: Target | N
         target = load_target(config.model, dtype=config.dtype)
     elif target is None:
         target = load_frozen_target(config.model, place, dtype=config.dtype)
-    chat = ChatFormat.from_folder(place)
+    chat = ChatFormat.from_folder(place, template_options=template_options_of(config.answers))
     samples = ranks.in_turn(lambda: load_samples(config.answers, config.prompts, chat, max_tokens=config.max_tokens))
     training, held_out = split_held_out(samples, config.held_out)
     if not training or not held_out:
