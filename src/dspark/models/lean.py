@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.models.decoder_config import DecoderConfig, Rope
+from dspark.models.layer import Ops, feed_forward
 from dspark.models.lean_memory import LeanMemory
 from dspark.models.lean_weights import Weights
 from dspark.models.linear import Linear
@@ -174,7 +175,7 @@ class LeanTarget:
         taps: tuple[int, ...],
     ) -> tuple[Tensor, list[Tensor]]:
         """All layers over the flat batch: the final-norm states and the tapped ones."""
-        ops = self._native or self._plain
+        ops: Ops = self._native or self._plain
         attention = ops if max(counts) <= SHORT_COUNT and not memory.scattered else self._plain
         attend = attention.attention(
             memory, rows, counts, self._layers, lambda rope: self._angles(rope, memory.max_len)
@@ -186,13 +187,7 @@ class LeanTarget:
         tapped = [x] if -1 in taps else []
         h = ops.norm(x, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
-            h = layer.o(attend(i, layer.qkv(h)))
-            if layer.attention_out_norm is not None:
-                h = ops.norm(h, layer.attention_out_norm)
-            x, h = ops.add_norm(x, h, layer.feedforward_norm)
-            h = layer.down(ops.gate(layer.gate_up(h)))
-            if layer.feedforward_out_norm is not None:
-                h = ops.norm(h, layer.feedforward_out_norm)
+            x, h = feed_forward(ops, layer, x, attend(i, layer.qkv(h)))
             following = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._final_norm
             x, h = ops.add_norm(x, h, following)
             if i in taps:

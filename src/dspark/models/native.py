@@ -18,7 +18,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,10 +28,10 @@ from torch import Tensor
 from dspark.artifacts import dspark_home
 from dspark.errors import ConfigError
 from dspark.models.decoder_config import DecoderConfig
+from dspark.models.layer import AngleTables, Attend
 from dspark.models.lean_memory import LeanMemory
 from dspark.models.lean_weights import Layer
 from dspark.models.norm import RMSNorm
-from dspark.models.plain import AngleTables
 
 SOURCE = Path(__file__).with_name("native.c")
 LANES = 16  # floats that the C code handles at once
@@ -100,7 +100,7 @@ class NativeOps:
         tables: AngleTables,
         *,
         causal: bool = True,
-    ) -> Callable[[int, Tensor], Tensor]:
+    ) -> Attend:
         """Self-attention for one pass: a function from layer index and [tokens, q, k and v] to [tokens, heads].
 
         Rows past the batch's tokens are let through as zeros. Each token sees the memory's keys of its row up to its

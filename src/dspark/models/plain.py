@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from dspark.models.decoder_config import DecoderConfig, Rope
+from dspark.models.decoder_config import DecoderConfig
+from dspark.models.layer import AngleTables, Attend
 from dspark.models.lean_memory import LeanMemory, Views
 from dspark.models.lean_weights import Layer
 from dspark.models.norm import RMSNorm
 from dspark.models.ragged import AttentionShape, Run, Span, plan_batch
 
-AngleTables = Callable[[Rope], tuple[Tensor, Tensor]]  # cosines and sines, fp32 [positions, head_dim / 2]
 Rotation = tuple[Tensor, Tensor]  # cosines and signed sines of a batch, [tokens, heads + 2 kv_heads, head_dim]
 
 
@@ -58,7 +58,7 @@ class PlainOps:
         tables: AngleTables,
         *,
         causal: bool = True,
-    ) -> Callable[[int, Tensor], Tensor]:
+    ) -> Attend:
         """Self-attention for one pass: a function from layer index and [tokens, q, k and v] to [tokens, heads].
 
         The function writes the new keys and values into the memory. Attention runs once per run of the batch. A token
