@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 import dspark
 from dspark import cache_cli
 from dspark.errors import DsparkError
-from dspark.verbs import decoding, formats, material, measuring, training
+from dspark.verbs import decoding, formats, load, material, measuring, training
 from dspark.verbs.options import EXIT_INTERRUPTED, EXIT_USER_ERROR
 
 
@@ -92,7 +92,6 @@ for _verb in (
     material.answers,
     training.train,
     training.accelerate,
-    measuring.bench,
     measuring.audit,
     measuring.calibrate,
     measuring.profile_costs,
@@ -101,6 +100,10 @@ for _verb in (
     formats.convert,
 ):
     app.command(_VERB_NAMES.get(_verb.__name__))(_verb)
+_bench = typer.Typer()
+_bench.callback(invoke_without_command=True)(measuring.bench)
+_bench.command("serve")(load.bench_serve)
+app.add_typer(_bench, name="bench")
 app.add_typer(cache_cli.app, name="cache")
 
 

@@ -42,6 +42,7 @@ from dspark.verbs.options import (
 
 
 def bench(
+    context: typer.Context,
     prompts: Annotated[
         list[Path] | None,
         typer.Option("--prompts", help="JSONL with `turns` or `prompt`, may be repeated; default: built-in prompts."),
@@ -78,7 +79,9 @@ def bench(
     threads: Threads = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Measure drafted against undrafted decoding, prompt by prompt in one process."""
+    """Measure drafted against undrafted decoding, prompt by prompt in one process; or `serve`, under load."""
+    if context.invoked_subcommand is not None:
+        return
     import torch
 
     from dspark import console
