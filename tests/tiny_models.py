@@ -59,11 +59,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(name: str) -> PreTrainedModel:
+def tiny_model(name: str, **shape: int) -> PreTrainedModel:
     """A model of the family with weights large enough that every part of it shows in the logits."""
     config_class, extra = FAMILIES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**{**SHAPE, **extra}, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = getattr(transformers, config_class)(
+        **{**SHAPE, **extra, **shape}, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

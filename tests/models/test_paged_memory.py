@@ -22,7 +22,7 @@ TAPS = tuple(range(-1, LAYERS - 1))
 
 @functools.cache
 def lean(name: str, *, native: bool, dtype: torch.dtype = torch.float32) -> LeanTarget:
-    model = tiny_model(name)
+    model = tiny_model(name, head_dim=32)  # which the compiled operations take
     config = from_transformers(model.config)
     return LeanTarget(config, dict(model.state_dict()), name=name, dtype=dtype, native=native)
 
@@ -112,12 +112,23 @@ def test_pages_equal_rows_in_plain_pytorch(name: str, page_size: int) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * max(1.0, float(theirs.abs().max())))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [3, 16, 40])
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen3", "mistral", "gemma2", "gemma3"])
+def test_pages_equal_rows_bit_for_bit(name: str, page_size: int, dtype: torch.dtype) -> None:
+    target = lean(name, native=True, dtype=dtype)
+    if not target.native:
+        pytest.skip("no C compiler")
+    for mine, theirs in Twins(target, page_size=page_size, seed=page_size).wander(8):
+        assert torch.equal(mine, theirs)
+
+
 def test_lean_targets_are_paged_targets() -> None:
     target = lean("smollm2", native=True)
     assert isinstance(target, PagedTarget)
     memory = target.new_paged_memory(PageTables(seats=2, pages_per_seat=4, page_size=5), pages=3)
     assert (memory.rows, memory.max_len, memory.pages) == (2, 20, 3)
-    assert memory.both.shape == (LAYERS, 2, 3, 1, 5, 16)
+    assert memory.both.shape == (LAYERS, 2, 3, 1, 5, 32)
     assert memory.nbytes == memory.both.nbytes
     assert target.new_paged_memory(PageTables(seats=1, pages_per_seat=99, page_size=5), pages=1).max_len == 256
 

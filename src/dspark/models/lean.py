@@ -101,9 +101,9 @@ class LeanTarget:
     def rows_independent(self) -> bool:
         """Whether a token's numbers are the same bits in a pass of its own and among up to seven others.
 
-        Not so without compiled operations, and not with sliding windows, whose first key moves with the pass.
+        Not so without compiled operations.
         """
-        return self._rows_alike and not any(layer.slides for layer in self._layers)
+        return self._rows_alike
 
     @property
     def products(self) -> list[Linear]:
@@ -176,14 +176,9 @@ class LeanTarget:
     ) -> tuple[Tensor, list[Tensor]]:
         """All layers over the flat batch: the final-norm states and the tapped ones."""
         ops: Ops = self._native or self._plain
-        attention = ops if max(counts) <= SHORT_COUNT and not memory.scattered else self._plain
-        attend = attention.attention(
-            memory, rows, counts, self._layers, lambda rope: self._angles(rope, memory.max_len)
-        )
+        attend = ops.attention(memory, rows, counts, self._layers, lambda rope: self._angles(rope, memory.max_len))
         tokens = token_ids.shape[0]
-        x = self.embed(token_ids)
-        if attention is self._native:
-            x = self._fill(x)
+        x = self._fill(self.embed(token_ids))
         tapped = [x] if -1 in taps else []
         h = ops.norm(x, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):

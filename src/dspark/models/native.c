@@ -106,21 +106,30 @@ void gated(const state *gate_up, state *y, int64_t rows, int64_t width) {
     }
 }
 
+/* Keys and values lie in pages, [pages, kv_heads, page_size, HEAD_DIM]; a row of the memory that is one long page is the
+ * special case. A pass brings a copy of its requests' page tables, so that the next pass may be prepared meanwhile. */
 struct attention {
     const state *qkv;   /* [tokens, GROUP * kv_heads + 2 * kv_heads, HEAD_DIM] */
     state *out;         /* [tokens, GROUP * kv_heads, HEAD_DIM] */
-    state *keys;        /* [rows, kv_heads, max_len, HEAD_DIM] */
+    state *keys;
     state *values;
-    const int64_t *row; /* memory row of each token; tokens of a row lie together */
+    const int64_t *table;   /* [requests, stretches]: page of positions [i * page_size, (i + 1) * page_size) */
+    const int64_t *request; /* of each token; tokens of a request lie together */
     const int64_t *position;
-    const int64_t *last; /* position of the last key that each token sees; never falls within a row */
+    const int64_t *last; /* position of the last key that each token sees; never falls within a request */
     const float *cos;   /* [positions, HEAD_DIM / 2] */
     const float *sin;
     const float *norm;  /* [HEAD_DIM * 2]: weights of queries, then of keys; or null */
     float *queries;     /* scratch, [tokens, GROUP * kv_heads, HEAD_DIM] */
-    int64_t tokens, kv_heads, max_len, window; /* window 0: none */
-    float eps, scale;
+    int64_t tokens, kv_heads, stretches, page_size, window; /* window 0: none */
+    float eps, scale, softcap; /* softcap 0: none */
 };
+
+/* Offset of a position's key, or value, of one head. */
+static inline int64_t place(const struct attention *a, int64_t request, int64_t head, int64_t position) {
+    int64_t page = a->table[request * a->stretches + position / a->page_size];
+    return ((page * a->kv_heads + head) * a->page_size + position % a->page_size) * HEAD_DIM;
+}
 
 /* One head's state, normed if the family does so, rotated and scaled, in fp32. */
 static void turn(const struct attention *a, const state *in, const float *norm, int64_t position, float scale,
@@ -145,17 +154,23 @@ static void turn(const struct attention *a, const state *in, const float *norm, 
 
 /* Rotate queries into scratch, keys into the memory; copy values into the memory. */
 static void enter(const struct attention *a, int64_t t) {
-    int64_t heads = GROUP * a->kv_heads, row = a->row[t], position = a->position[t];
+    int64_t heads = GROUP * a->kv_heads, position = a->position[t];
     const state *in = a->qkv + t * (heads + 2 * a->kv_heads) * HEAD_DIM;
     for (int64_t h = 0; h < heads; h++)
         turn(a, in + h * HEAD_DIM, a->norm, position, a->scale, a->queries + (t * heads + h) * HEAD_DIM);
     for (int64_t h = 0; h < a->kv_heads; h++) {
-        int64_t slot = ((row * a->kv_heads + h) * a->max_len + position) * HEAD_DIM;
+        int64_t slot = place(a, a->request[t], h, position);
         float key[HEAD_DIM];
         turn(a, in + (heads + h) * HEAD_DIM, a->norm ? a->norm + HEAD_DIM : 0, position, 1.0f, key);
         for (int i = 0; i < HEAD_DIM; i += LANES) store(a->keys + slot + i, *(const vec *)(key + i));
         memcpy(a->values + slot, in + (heads + a->kv_heads + h) * HEAD_DIM, HEAD_DIM * sizeof(state));
     }
+}
+
+/* Scores become cap * tanh(score / cap). */
+static void cap(float *scores, int64_t length, float most) {
+    for (int64_t j = 0; j < length; j += LANES)
+        *(vec *)(scores + j) = most - 2.0f * most / (1.0f + exponential(*(const vec *)(scores + j) * (2.0f / most)));
 }
 
 /* Weights of one query: softmax of its scores over the keys it may see, unnormalised, 0 elsewhere. Returns the sum. */
@@ -178,53 +193,68 @@ static float softmax(float *scores, int64_t length, int64_t first, int64_t last)
     return sum(total);
 }
 
-/* Attention of up to QUERY_BLOCK queries of one key-value head, numbered (token, group) within a row's tokens. */
-static void attend(const struct attention *a, int64_t first_token, int64_t head, int64_t begin, int64_t end,
-                   float *scores) {
-    int64_t heads = GROUP * a->kv_heads, count = end - begin;
-    int64_t low = a->position[first_token + begin / GROUP], high = a->last[first_token + (end - 1) / GROUP];
-    int64_t start = a->window && low >= a->window ? low - a->window + 1 : 0;
-    int64_t length = high + 1 - start, padded = (length + LANES - 1) / LANES * LANES;
-    int64_t base = ((a->row[first_token] * a->kv_heads + head) * a->max_len + start) * HEAD_DIM;
-    const state *keys = a->keys + base, *values = a->values + base;
-    const float *query[QUERY_BLOCK];
-    float total[QUERY_BLOCK];
-    for (int64_t q = 0; q < count; q++) {
-        int64_t n = begin + q;
-        query[q] = a->queries + ((first_token + n / GROUP) * heads + n % GROUP * a->kv_heads + head) * HEAD_DIM;
-    }
-    for (int64_t j = 0; j < length; j += 4) {
+/* Scores of some queries and ``count`` keys that lie together; may write up to 3 more behind each query's last. */
+static void score(const float *const *query, int64_t queries, const state *keys, int64_t count, float *scores,
+                  int64_t stride) {
+    for (int64_t j = 0; j < count; j += 4) {
         vec key[4][HEAD_VECTORS];
         for (int k = 0; k < 4; k++) {
-            const state *from = keys + (j + k < length ? j + k : length - 1) * HEAD_DIM;
+            const state *from = keys + (j + k < count ? j + k : count - 1) * HEAD_DIM;
             for (int i = 0; i < HEAD_VECTORS; i++) key[k][i] = load(from + i * LANES);
         }
-        for (int64_t q = 0; q < count; q++) {
+        for (int64_t q = 0; q < queries; q++) {
             vec products[4] = {{0}};
             for (int i = 0; i < HEAD_VECTORS; i++) {
                 vec part = *(const vec *)(query[q] + i * LANES);
                 for (int k = 0; k < 4; k++) products[k] += part * key[k][i];
             }
             vec four = sums_of_four(products);
-            memcpy(scores + q * padded + j, &four, 4 * sizeof(float));
+            memcpy(scores + q * stride + j, &four, 4 * sizeof(float));
         }
+    }
+}
+
+/* Attention of up to QUERY_BLOCK queries of one key-value head, numbered (token, group) within a request's tokens. The
+ * first key read is a multiple of LANES: then a query's sums run in the same order whoever shares its block. */
+static void attend(const struct attention *a, int64_t first_token, int64_t head, int64_t begin, int64_t end,
+                   float *scores) {
+    int64_t heads = GROUP * a->kv_heads, count = end - begin, request = a->request[first_token];
+    int64_t low = a->position[first_token + begin / GROUP], high = a->last[first_token + (end - 1) / GROUP];
+    int64_t start = a->window && low >= a->window ? (low - a->window + 1) / LANES * LANES : 0;
+    int64_t length = high + 1 - start, padded = (length + LANES - 1) / LANES * LANES, stride = padded + LANES;
+    const float *query[QUERY_BLOCK];
+    float total[QUERY_BLOCK];
+    for (int64_t q = 0; q < count; q++) {
+        int64_t n = begin + q;
+        query[q] = a->queries + ((first_token + n / GROUP) * heads + n % GROUP * a->kv_heads + head) * HEAD_DIM;
+    }
+    for (int64_t j = 0, n; j < length; j += n) {
+        n = a->page_size - (start + j) % a->page_size;
+        if (n > length - j) n = length - j;
+        score(query, count, a->keys + place(a, request, head, start + j), n, scores + j, stride);
     }
     for (int64_t q = 0; q < count; q++) {
         int64_t position = a->position[first_token + (begin + q) / GROUP];
         int64_t last = a->last[first_token + (begin + q) / GROUP];
         int64_t first = a->window && position >= a->window ? position - a->window + 1 : 0;
-        total[q] = softmax(scores + q * padded, padded, first - start, last - start);
+        if (a->softcap) cap(scores + q * stride, padded, a->softcap);
+        total[q] = softmax(scores + q * stride, padded, first - start, last - start);
     }
     for (int64_t q = 0; q < count; q += HELD) {
         vec sums[HELD][HEAD_VECTORS];
         memset(sums, 0, sizeof sums);
         const float *weight[HELD];
-        for (int k = 0; k < HELD; k++) weight[k] = scores + (q + k < count ? q + k : count - 1) * padded;
-        for (int64_t j = 0; j < length; j++)
-            for (int i = 0; i < HEAD_VECTORS; i++) {
-                vec value = load(values + j * HEAD_DIM + i * LANES);
-                for (int k = 0; k < HELD; k++) sums[k][i] += weight[k][j] * value;
-            }
+        for (int k = 0; k < HELD; k++) weight[k] = scores + (q + k < count ? q + k : count - 1) * stride;
+        for (int64_t j = 0, n; j < length; j += n) {
+            n = a->page_size - (start + j) % a->page_size;
+            if (n > length - j) n = length - j;
+            const state *values = a->values + place(a, request, head, start + j);
+            for (int64_t m = 0; m < n; m++)
+                for (int i = 0; i < HEAD_VECTORS; i++) {
+                    vec value = load(values + m * HEAD_DIM + i * LANES);
+                    for (int k = 0; k < HELD; k++) sums[k][i] += weight[k][j + m] * value;
+                }
+        }
         for (int k = 0; k < HELD && q + k < count; k++) {
             int64_t n = begin + q + k;
             state *out = a->out + ((first_token + n / GROUP) * heads + n % GROUP * a->kv_heads + head) * HEAD_DIM;
@@ -233,13 +263,13 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
     }
 }
 
-/* Self-attention over a ragged batch of a few tokens per row. Returns 0, or 1 if memory for the scores is lacking. */
+/* Self-attention over a ragged batch. Returns 0, or 1 if memory for the scores is lacking. */
 int attention(const struct attention *a) {
     int64_t units = 0, longest = 0, work = 0;
     struct unit { int64_t first_token, begin, end; } *list = malloc(a->tokens * GROUP * sizeof *list);
     if (!list) return 1;
     for (int64_t t = 0, n; t < a->tokens; t += n) {
-        for (n = 1; t + n < a->tokens && a->row[t + n] == a->row[t]; n++);
+        for (n = 1; t + n < a->tokens && a->request[t + n] == a->request[t]; n++);
         for (int64_t begin = 0; begin < n * GROUP; begin += QUERY_BLOCK) {
             int64_t end = begin + QUERY_BLOCK < n * GROUP ? begin + QUERY_BLOCK : n * GROUP;
             list[units++] = (struct unit){t, begin, end};
@@ -253,7 +283,7 @@ int attention(const struct attention *a) {
     {
 #pragma omp for
         for (int64_t t = 0; t < a->tokens; t++) enter(a, t);
-        float *scores = malloc(QUERY_BLOCK * (longest + LANES) * sizeof *scores);
+        float *scores = malloc(QUERY_BLOCK * (longest + 3 * LANES) * sizeof *scores);
         if (!scores) failed = 1;
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < units * a->kv_heads; i++) {

@@ -21,8 +21,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.artifacts import dspark_home
@@ -49,17 +50,16 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         *(
             (name, _pointer)
-            for name in ("qkv", "out", "keys", "values", "row", "position", "last", "cos", "sin", "norm")
+            for name in ("qkv", "out", "keys", "values", "table", "request", "position", "last", "cos", "sin", "norm")
         ),
         ("queries", _pointer),
-        *((name, _int64) for name in ("tokens", "kv_heads", "max_len", "window")),
-        ("eps", _float),
-        ("scale", _float),
+        *((name, _int64) for name in ("tokens", "kv_heads", "stretches", "page_size", "window")),
+        *((name, _float) for name in ("eps", "scale", "softcap")),
     )
 
 
 class NativeOps:
-    """The operations of :class:`dspark.models.plain.PlainOps`, and attention over a few tokens per row."""
+    """The operations of :class:`dspark.models.plain.PlainOps`, compiled."""
 
     def __init__(self, config: DecoderConfig, library: ctypes.CDLL) -> None:
         self.config = config
@@ -108,26 +108,23 @@ class NativeOps:
         masks. ``tables`` gives cosines and sines [positions, head_dim / 2] in fp32.
         """
         config = self.config
-        row_ids = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        positions = [memory.lengths[r] + i for r, count in zip(rows, counts, strict=True) for i in range(count)]
-        last = [memory.lengths[r] + count - 1 for r, count in zip(rows, counts, strict=True) for _ in range(count)]
-        where = torch.tensor([row_ids, positions, positions if causal else last])
-        width = config.num_heads * config.head_dim
-        scratch = torch.empty(len(row_ids), width)
-        size = memory.both.element_size()
-        base, layer_bytes, half_bytes = memory.both.data_ptr(), memory.both[0].nbytes, memory.both[0, 0].numel() * size
+        pages, where = _places(memory, rows, counts, causal=causal)
+        tokens, width = where.shape[1], config.num_heads * config.head_dim
+        scratch = torch.empty(tokens, width)
+        base, layer_bytes, half_bytes = memory.both.data_ptr(), memory.both[0].nbytes, memory.both[0, 0].nbytes
         angles = {False: tables(config.rope), True: tables(config.local_rope)}
-        a = _Attention(tokens=len(row_ids), kv_heads=config.num_kv_heads, max_len=memory.max_len)
-        a.row, a.position, a.last = (places.data_ptr() for places in where)
+        a = _Attention(tokens=tokens, kv_heads=config.num_kv_heads, page_size=memory.page_size)
+        a.table, a.stretches = pages.ctypes.data, pages.shape[1]
+        a.request, a.position, a.last = (places.ctypes.data for places in where)
         a.queries = scratch.data_ptr()
-        a.eps, a.scale = config.rms_eps, config.attention_scale
-        kept = (where, scratch, angles)  # alive as long as the function that holds their addresses
+        a.eps, a.scale, a.softcap = config.rms_eps, config.attention_scale, config.attention_softcap or 0.0
+        kept = (pages, where, scratch, angles)  # alive as long as the function that holds their addresses
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            layer, angles = layers[i], kept[2]
+            layer, angles = layers[i], kept[-1]
             cos, sin = angles[layer.slides]
             out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype)
-            out[len(row_ids) :] = 0  # rows that only fill the products up
+            out[tokens:] = 0  # rows that only fill the products up
             a.qkv, a.out, a.cos, a.sin = qkv.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr()
             a.keys = base + i * layer_bytes
             a.values = a.keys + half_bytes
@@ -140,6 +137,20 @@ class NativeOps:
         return attend
 
 
+def _places(
+    memory: LeanMemory, rows: Sequence[int], counts: Sequence[int], *, causal: bool
+) -> tuple[Int[np.ndarray, "requests stretches"], Int[np.ndarray, "3 tokens"]]:
+    """A copy of a pass's page tables; and of each token its request, its position and the last position it sees."""
+    new, past = np.array(counts, dtype=np.int64), np.array([memory.lengths[row] for row in rows], dtype=np.int64)
+    ends = past + new
+    pages = memory.table.numpy()[np.array(rows), : -(-int(ends.max()) // memory.page_size)]
+    where = np.empty((3, int(new.sum())), dtype=np.int64)
+    where[0] = np.repeat(np.arange(len(new)), new)
+    where[1] = np.arange(where.shape[1]) + np.repeat(ends - new.cumsum(), new)
+    where[2] = where[1] if causal else np.repeat(ends - 1, new)
+    return np.ascontiguousarray(pages), where
+
+
 def native_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> NativeOps | None:
     """Compiled operations for a model; None where it, the device or the machine does not allow them.
 
@@ -149,7 +160,6 @@ def native_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
     covered = (
         device.type == "cpu"
         and dtype in (torch.bfloat16, torch.float32)
-        and config.attention_softcap is None
         and config.activation in ACTIVATIONS
         and config.head_dim % (2 * LANES) == 0
         and config.hidden_size % LANES == config.intermediate_size % LANES == 0
