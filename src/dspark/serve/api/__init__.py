@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's interface over the engine, its measurements, and the live page."""

@@ -1,0 +1,133 @@
+"""Figures for Prometheus: what the engine counts, read when they are asked for, and what the HTTP side counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from dspark.serve.events import EngineStats
+
+# how a request to a generating endpoint ended
+OUTCOMES = ("answered", "invalid", "overloaded", "stopping", "disconnected", "timeout", "failed")
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """One server's figures, in a registry of its own."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(stats))
+        self.requests = Counter(
+            "dspark_requests", "Requests by how they ended", ["endpoint", "outcome"], registry=self.registry
+        )
+        self.responses = Counter("dspark_http_responses", "Responses by status", ["status"], registry=self.registry)
+        self.in_flight = Gauge(
+            "dspark_answers_in_flight", "Answers accepted and not finished, n counted", registry=self.registry
+        )
+        self.first_token = Histogram(
+            "dspark_first_token_seconds",
+            "From the end of a request's body to its first token",
+            ["endpoint"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.whole = Histogram(
+            "dspark_request_seconds",
+            "From the end of a request's body to the end of its answer",
+            ["endpoint"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter("dspark_request_prompt_tokens", "Tokens of prompts", registry=self.registry)
+        self.output_tokens = Counter("dspark_request_output_tokens", "Tokens of answers", registry=self.registry)
+        for endpoint in ("completions", "chat"):
+            for outcome in OUTCOMES:
+                self.requests.labels(endpoint, outcome)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    """The engine's own totals, one picture per scrape."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        """Nothing: the names are known once there is a picture."""
+        return iter(())
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        """All families of one picture."""
+        stats = self._stats()
+        yield from self._gauges(stats)
+        yield from self._counters(stats)
+        yield _verify_lengths(stats.verify_lens)
+
+    def _gauges(self, stats: EngineStats) -> Iterator[GaugeMetricFamily]:
+        rows = [("running", stats.running), ("waiting", stats.waiting)]
+        yield _gauge("dspark_engine_requests", "Requests with a seat, and those waiting for one", "state", rows)
+        rows = [("used", stats.pages_used), ("cached", stats.pages_cached), ("total", stats.pages_total)]
+        yield _gauge("dspark_pages", "Pages of KV memory", "state", rows)
+        yield GaugeMetricFamily("dspark_seats", "Most requests in flight", value=stats.seats)
+        if stats.rounds:
+            yield GaugeMetricFamily(
+                "dspark_acceptance_length", "Tokens per round, bonus included", value=stats.acceptance_length
+            )
+
+    def _counters(self, stats: EngineStats) -> Iterator[CounterMetricFamily]:
+        rows: list[tuple[str, float]] = [
+            ("prompt", stats.prompt_tokens),
+            ("cached", stats.cached_tokens),
+            ("output", stats.completion_tokens),
+        ]
+        yield _counter("dspark_tokens", "Tokens run, taken from cached prefixes, and generated", "kind", rows)
+        for name, help_text, counts in (
+            ("proposed", "Rounds that proposed a draft at a position (0-based)", stats.proposed_at),
+            ("verified", "Rounds that checked the draft at a position (0-based)", stats.verified_at),
+            ("accepted", "Rounds that committed the draft at a position (0-based)", stats.accepted_at),
+        ):
+            rows = [(str(position), count) for position, count in enumerate(counts)]
+            yield _counter(f"dspark_drafts_{name}", help_text, "position", rows)
+        yield _counter("dspark_stage_seconds", "Seconds by stage", "stage", list(stats.stage_seconds.items()))
+        yield _counter("dspark_engine_finished", "Answers by finish reason", "reason", list(stats.finished.items()))
+        for name, help_text, value in (
+            ("dspark_steps", "Steps of the engine", stats.steps),
+            ("dspark_drafted_steps", "Steps that drafted", stats.drafted_steps),
+            ("dspark_rounds", "Rounds of single requests", stats.rounds),
+            ("dspark_preemptions", "Requests that gave their pages back and were computed again", stats.preemptions),
+        ):
+            yield CounterMetricFamily(name, help_text, value=value)
+
+
+def _gauge(name: str, help_text: str, label: str, rows: Sequence[tuple[str, float]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, help_text, labels=[label])
+    for value_of_label, value in rows:
+        family.add_metric([value_of_label], value)
+    return family
+
+
+def _counter(name: str, help_text: str, label: str, rows: Sequence[tuple[str, float]]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, help_text, labels=[label])
+    for value_of_label, value in rows:
+        family.add_metric([value_of_label], value)
+    return family
+
+
+def _verify_lengths(counts: Sequence[int]) -> HistogramMetricFamily:
+    """Drafts checked per round, as a histogram with a bucket for every length."""
+    family = HistogramMetricFamily("dspark_verify_length", "Drafts that a round let through")
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for length, count in enumerate(counts):
+        total += count
+        buckets.append((str(float(length)), total))
+    buckets.append(("+Inf", total))
+    family.add_metric([], buckets, sum_value=sum(length * count for length, count in enumerate(counts)))
+    return family
