@@ -24,6 +24,8 @@ class StepDrafts:
     request_ids: Int[np.ndarray, "requests"]  # each once; a request keeps its number for life
     proposed: Int[np.ndarray, "requests"]  # drafts of each request, 0..block
     confidence: Float[np.ndarray, "requests block"]  # c_k, calibrated; 0 behind a request's last draft
+    sps: Float[np.ndarray, "max_tokens_plus_1"] | None = None  # of this step alone, where it is not the scheduler's:
+    # steps per second by the anchors and drafts in it, on top of its other tokens and of the drafting
 
 
 @runtime_checkable
@@ -75,7 +77,8 @@ class GreedyBatch:
     sps: Float[np.ndarray, "max_tokens_plus_1"]
 
     def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
-        return rules.greedy_lens_of_products(rules.survivals(drafts.confidence), self.sps)
+        sps = self.sps if drafts.sps is None else drafts.sps
+        return rules.greedy_lens_of_products(rules.survivals(drafts.confidence), sps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +112,16 @@ class LaggedBatch:
         self._guess = np.full(block_size, guess).cumprod()
         self._past: deque[_Past] = deque(maxlen=self.LAG)
 
-    def capacity(self, request_ids: Int[np.ndarray, "requests"]) -> int:
-        """Drafts that the next step will carry, all requests together, if it has these requests."""
+    def capacity(
+        self, request_ids: Int[np.ndarray, "requests"], sps: Float[np.ndarray, "max_tokens_plus_1"] | None = None
+    ) -> int:
+        """Drafts that the next step will carry, all requests together, if it has these requests; ``sps`` as in
+        :class:`StepDrafts`."""
+        sps = self.sps if sps is None else sps
         requests, past = len(request_ids), self._past[0] if len(self._past) == self.LAG else None
         if past is not None and np.array_equal(past.request_ids, request_ids):
-            return rules.best_capacity(past.ordered, self.sps, requests)
-        return rules.choose_capacity(self._known(past, request_ids), self.sps, requests)
+            return rules.best_capacity(past.ordered, sps, requests)
+        return rules.choose_capacity(self._known(past, request_ids), sps, requests)
 
     def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
         if drafts.confidence.shape[1] != len(self._guess):
@@ -122,7 +129,7 @@ class LaggedBatch:
                 f"confidence has {drafts.confidence.shape[1]} positions; this scheduler was made for block_size "
                 f"{len(self._guess)}"
             )
-        capacity = self.capacity(drafts.request_ids)
+        capacity = self.capacity(drafts.request_ids, drafts.sps)
         survival = rules.survivals(drafts.confidence)
         ordered = rules.descending(survival)
         self._past.append(_Past(drafts.request_ids, survival, ordered))

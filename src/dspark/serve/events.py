@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dspark.maths.logprobs import RowLogprobs
+
 FINISH_REASONS = ("stop", "length", "context", "cancelled", "error")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probability of a token, and of the likeliest tokens in its place, likeliest first (ties: lower id first)."""
-
-    token_id: int
-    logprob: float  # natural logarithm, <= 0; -inf for a token of probability 0
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), as many as were asked for
+TokenLogprobs = RowLogprobs  # (token_id, logprob, top), the model's own distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()  # strings, none empty; the text ends before the first that comes up
     logprobs: int | None = None  # alternatives per output token, 0..MAX_LOGPROBS; 0: its own only; None: none at all
     prompt_logprobs: int | None = None  # likewise for the prompt's tokens from the second on; reads no cached prefix
-    constraint: Any | None = None  # a dspark.serve.constraint.Constraint; Any: it is another library's where needed
+    constraint: Any | None = None  # dspark.serve.constraint.Constraint; Any, so that llguidance stays optional
     salt: str = ""  # requests share cached prefixes only with requests of the same salt
     skip_special_tokens: bool = True  # leave special tokens out of the text
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dspark.errors import ConfigError
 
-SCHEDULERS = ("fixed", "threshold", "greedy", "lagged")
+SCHEDULERS = ("none", "fixed", "threshold", "greedy", "lagged")  # none: plain decoding, whatever the drafter
 DEFAULT_MEMORY_MIB = 1024
 
 

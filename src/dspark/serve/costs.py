@@ -1,0 +1,174 @@
+"""What an engine's steps cost: measured on its own seats and pages, or read from a profile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.core import SamplingParams
+from dspark.errors import ConfigError
+from dspark.maths.step_costs import StepCosts, step_costs
+from dspark.models.batch_drafter import BatchDrafter, DraftAsk
+from dspark.models.target import Target
+from dspark.schedule_files import Profile
+from dspark.serve.roster import Roster
+
+CONTEXT = 64  # committed tokens behind each request of a measurement
+REPEATS = 3
+CHUNK = 256  # tokens of a pass that only fills the context
+
+
+def costs_of(profile: Profile, *, seats: int, block_size: int, prefill_tokens: int) -> StepCosts:
+    """The costs that `dspark profile` measured, for steps of up to ``seats`` requests; on the line beyond them."""
+    passes = [{tokens: 1.0 / rate for tokens, rate in enumerate(curve) if tokens} for curve in profile.sps]
+    return step_costs(
+        contexts=profile.contexts,
+        passes=passes,
+        drafts=dict(zip(profile.draft_requests, profile.draft_seconds, strict=True)),
+        max_tokens=seats * (1 + block_size) + prefill_tokens,
+        max_requests=seats,
+        block_size=block_size,
+    )
+
+
+def measure_costs(target: Target, drafter: BatchDrafter, roster: Roster, *, prefill_tokens: int) -> StepCosts:
+    """Time passes of 1 token to a full step, and drafting for 1 request to all seats, on an engine's free seats.
+
+    Medians of a few repeats each: good enough to tell what pays from what does not. A profile is better. Everything is
+    given back; raises :class:`ConfigError` if requests are in flight.
+    """
+    if roster.running:
+        raise ConfigError("costs are measured on free seats, and requests are in flight; measure before serving")
+    block, seats = drafter.block_size, roster.tables.seats
+    most = seats * (1 + block) + prefill_tokens
+    bench = _Bench(target, drafter, roster, most_tokens=most)
+    try:
+        passes = {size: bench.time_pass(size) for size in _sizes(min(most, bench.room))}
+        drafts: dict[int, float] = {}
+        depths: dict[int, float] = {}
+        if block:
+            drafts = {count: bench.time_draft(count, block) for count in _sizes(bench.seats)}
+            whole = drafts[bench.seats]
+            depths = {depth: bench.time_draft(bench.seats, depth) / whole for depth in _sizes(block)[:-1]}
+            depths[block] = 1.0
+    finally:
+        bench.close()
+    return step_costs(
+        contexts=(CONTEXT,),
+        passes=[passes],
+        drafts=drafts,
+        draft_depths=depths,
+        max_tokens=most,
+        max_requests=seats,
+        block_size=block,
+    )
+
+
+def _sizes(most: int) -> list[int]:
+    """1, 2, 4, 6, 8, 12, 16, 24, ... and ``most``, ascending."""
+    sizes = {1, most}
+    power = 2
+    while power < most:
+        sizes |= {power, power * 3 // 2} if power > 2 else {power}
+        power *= 2
+    return sorted(size for size in sizes if size <= most)
+
+
+class _Bench:
+    """Seats with a context each, to run passes and drafts on."""
+
+    def __init__(self, target: Target, drafter: BatchDrafter, roster: Roster, *, most_tokens: int) -> None:
+        self._target, self._drafter, self._roster = target, drafter, roster
+        tables, pages = roster.tables, roster.pages
+        longest = roster.memory.max_len
+        growth = 4 * (REPEATS + 1) * 16  # tokens that the drafter takes in while it is timed
+        each = -(-most_tokens // tables.seats)
+        self._context = max(1, min(CONTEXT, longest - each, longest - growth))
+        room = min(self._context + max(each, growth), longest)
+        per_seat = min(pages.pages_for(room + roster.scratch), pages.available)
+        self.seats = max(1, min(tables.seats, pages.available // per_seat))
+        self._per_seat = min(room, per_seat * pages.page_size - roster.scratch) - self._context
+        self.room = self.seats * max(1, self._per_seat)  # tokens of the largest pass
+        self._pages: list[int] = []
+        self._drafted = 0  # tokens each seat's drafter took in behind the context
+        for seat in range(self.seats):
+            given = pages.take(per_seat)
+            assert given is not None, "counted above"
+            tables.assign(seat, given)
+            self._pages += given
+            drafter.open(seat, shaper=None)
+        self._fill()
+
+    def _fill(self) -> None:
+        at_once = max(1, CHUNK // self._context)
+        for first in range(0, self.seats, at_once):
+            seats = list(range(first, min(first + at_once, self.seats)))
+            self._pass(seats, [self._context] * len(seats), keep=True)
+
+    def _ids(self, count: int) -> Tensor:
+        info = self._target.info
+        return torch.arange(count, device=info.device) * 7919 % info.vocab_size
+
+    def _pass(self, seats: Sequence[int], counts: Sequence[int], *, keep: bool = False) -> None:
+        memory, ids = self._roster.memory, self._ids(sum(counts))
+        output = self._target.forward(
+            ids, memory, rows=seats, counts=counts, taps=self._drafter.taps, want_logits=not keep
+        )
+        if keep:
+            self._drafter.extend(seats, counts, ids, output.features)
+            return
+        assert output.logits is not None
+        output.logits.argmax(-1).tolist()  # waits for the device
+        for seat in seats:
+            memory.rollback(seat, self._context)
+
+    def time_pass(self, tokens: int) -> float:
+        """Median seconds of a pass of ``tokens`` tokens, dealt to the seats as evenly as they go."""
+        each, more = divmod(tokens, min(tokens, self.seats))
+        counts = [each + (i < more) for i in range(min(tokens, self.seats))]
+        return _median(lambda: self._pass(range(len(counts)), counts))
+
+    def time_draft(self, requests: int, depth: int) -> float:
+        """Median seconds to draft for ``requests`` requests, and for two tokens of each to be taken in."""
+        width = len(self._drafter.taps) * self._target.info.hidden_size
+        features = torch.zeros(2 * requests, width, dtype=self._target.info.dtype, device=self._target.info.device)
+        sampling, generator = SamplingParams(temperature=1.0), torch.Generator().manual_seed(0)
+        asks = [
+            DraftAsk(seat=seat, anchor=0, sampling=sampling, generator=generator, limit=depth)
+            for seat in range(requests)
+        ]
+        grows = self._context + self._drafted + 2 * (REPEATS + 1) <= self._context + self._per_seat
+
+        def once() -> None:
+            self._drafter.propose(asks).draft_tokens.tolist()
+            if grows:
+                seats = list(range(requests))
+                self._drafter.extend(seats, [2] * requests, self._ids(2 * requests), features if width else None)
+
+        seconds = _median(once)
+        self._drafted += 2 * (REPEATS + 1) * grows
+        return seconds
+
+    def close(self) -> None:
+        """Free everything."""
+        roster = self._roster
+        for seat in range(self.seats):
+            self._drafter.close(seat)
+            roster.tables.clear(seat)
+            roster.memory.lengths[seat] = 0
+        roster.pages.give_back(self._pages, forget=True)
+
+
+def _median(run: Callable[[], None]) -> float:
+    """Median seconds of a few runs, after one that warms up."""
+    run()
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)

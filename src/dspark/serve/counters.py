@@ -1,0 +1,60 @@
+"""What an engine counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from dspark.serve.events import EngineStats
+from dspark.serve.roster import Roster
+
+STAGES = ("admit", "draft", "schedule", "target", "verify", "commit")
+
+
+class Counters:
+    """Totals since the engine was made."""
+
+    def __init__(self, block_size: int) -> None:
+        self.steps = self.drafted_steps = self.rounds = self.prompt_tokens = self.completion_tokens = 0
+        self.proposed, self.verified, self.accepted = (np.zeros(block_size + 1, dtype=np.int64) for _ in range(3))
+        # each by number of drafts, 0..block_size
+        self.finished: Counter[str] = Counter()
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    def count_rounds(self, proposed: Sequence[int], verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """Committed rounds of a step, an entry each."""
+        self.rounds += len(proposed)
+        for totals, numbers in ((self.proposed, proposed), (self.verified, verified), (self.accepted, accepted)):
+            totals += np.bincount(np.asarray(numbers, dtype=np.int64), minlength=len(totals))
+
+    def stats(self, roster: Roster) -> EngineStats:
+        """A picture of now."""
+        return EngineStats(
+            running=len(roster.running),
+            waiting=len(roster.waiting),
+            seats=roster.tables.seats,
+            pages_used=roster.pages.used,
+            pages_cached=roster.pages.idle,
+            pages_total=roster.pages.pages,
+            steps=self.steps,
+            drafted_steps=self.drafted_steps,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=roster.cached_tokens,
+            completion_tokens=self.completion_tokens,
+            preemptions=roster.preemptions,
+            rounds=self.rounds,
+            proposed_at=_at_least(self.proposed),
+            verified_at=_at_least(self.verified),
+            accepted_at=_at_least(self.accepted),
+            verify_lens=tuple(self.verified.tolist()),
+            finished=dict(self.finished),
+            stage_seconds=dict(self.seconds),
+        )
+
+
+def _at_least(by_number: Int[np.ndarray, "numbers"]) -> tuple[int, ...]:
+    """From rounds by number of drafts to rounds that reached each position."""
+    return tuple(by_number[::-1].cumsum()[::-1][1:].tolist())

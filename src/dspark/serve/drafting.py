@@ -1,0 +1,223 @@
+"""The draft and schedule parts of a step: whom to draft for, what they propose, and how much of it is verified.
+
+gate       before drafting, from committed rounds: for whom and how deep (:mod:`dspark.maths.draft_gate`)
+propose    the drafter, for all of them at once
+schedule   before the target runs, from today's confidences: how many drafts of each (:mod:`batch_schedulers`)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from dspark.errors import ScheduleError
+from dspark.maths.batch_schedulers import (
+    BatchScheduler,
+    FixedBatch,
+    GreedyBatch,
+    LaggedBatch,
+    StepDrafts,
+    ThresholdBatch,
+)
+from dspark.maths.draft_gate import ProbeClock, choose_depths
+from dspark.maths.step_costs import StepCosts
+from dspark.maths.survival_history import SurvivalHistory, round_survivals
+from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
+from dspark.serve.confidences import Confidences
+from dspark.serve.flight import Flight
+from dspark.serve.settings import EngineConfig
+
+Lens = Int[np.ndarray, "requests"]
+
+
+@runtime_checkable
+class JudgesDrafts(Protocol):
+    """A shaper that knows which drafts cannot stand (a grammar)."""
+
+    def useful(self, draft_tokens: Sequence[int]) -> int:
+        """Drafts worth verifying: those that may stand, and the first that may not."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class Drafting:
+    """A step's drafts, as they go to the target."""
+
+    flights: list[Flight]  # all that decode, oldest first
+    proposal: BatchProposal | None = None
+    drafts: dict[int, tuple[int, list[int], int]] = field(default_factory=dict)
+    # by request number: row of the proposal, all drafts, how many are verified
+    asked: Lens  # most drafts asked for; 0: not drafted for
+    proposed: Lens
+    verify_lens: Lens
+    confidence: Float[np.ndarray, "requests block"] | None = None  # calibrated; None: not drafted, or no such thing
+    failed: list[tuple[Flight, Exception]] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    schedule_seconds: float = 0.0
+
+
+class DraftPlanner:
+    """Gate, drafter and scheduler of an engine, with what they remember of its seats."""
+
+    def __init__(
+        self,
+        drafter: BatchDrafter,
+        scheduler: BatchScheduler | None,
+        *,
+        seats: int,
+        costs: StepCosts | None = None,
+        confidences: Confidences | None = None,
+        gated: bool = False,
+    ) -> None:
+        """``scheduler`` None never drafts. ``costs`` are what the gate and load-aware schedulers weigh; ``confidences``
+        makes the drafter's true (None takes them as they are)."""
+        block = drafter.block_size
+        if gated and costs is None:
+            raise ScheduleError("a draft gate weighs measured costs and has none; profile the target first")
+        self.drafter, self.scheduler, self.costs = drafter, scheduler, costs
+        self._confidences = confidences or Confidences()
+        self._gated, self._block = gated, block
+        self.history = SurvivalHistory(seats, block_size=block)
+        self._clock = ProbeClock(seats)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether this planner ever drafts."""
+        return self.scheduler is not None and self._block > 0
+
+    def open(self, seat: int) -> None:
+        """A request takes ``seat``."""
+        self.history.open(seat)
+        self._clock.open(seat)
+
+    def plan(self, flights: list[Flight], *, other_tokens: int) -> Drafting:
+        """Draft for some of the decoding ``flights`` and choose what to verify; ``other_tokens`` share the pass."""
+        count = len(flights)
+        nothing = np.zeros(count, dtype=np.int64)
+        plan = Drafting(flights=flights, asked=nothing, proposed=nothing, verify_lens=nothing)
+        if not self.drafts or not count:
+            return plan
+        started = time.perf_counter()
+        limits = np.array([flight.most_drafts for flight in flights], dtype=np.int64).clip(0, self._block)
+        context = sum(len(flight.ids) for flight in flights) / count
+        plan.asked = self._gate(flights, limits, other_tokens, context) if self._gated else limits
+        places = np.flatnonzero(plan.asked)
+        if not len(places):
+            plan.schedule_seconds = time.perf_counter() - started
+            return plan
+        asking = time.perf_counter()
+        plan.proposal = self.drafter.propose([_ask(flights[i], int(plan.asked[i])) for i in places])
+        scheduling = time.perf_counter()
+        plan.draft_seconds = scheduling - asking
+        self._schedule(plan, places, other_tokens, context)
+        plan.schedule_seconds = time.perf_counter() - scheduling + asking - started
+        return plan
+
+    def _gate(self, flights: Sequence[Flight], limits: Lens, other_tokens: int, context: float) -> Lens:
+        assert self.costs is not None
+        rows = _seats(flights)
+        survival = self.history.estimate(rows)
+        choice = choose_depths(survival, limits, self.costs, other_tokens=other_tokens, context=context)
+        probed = self._clock.due(rows, choice.depth, limits)
+        depth = choice.depth.copy()
+        depth[probed] = limits[probed]
+        return depth
+
+    def _schedule(self, plan: Drafting, places: Int[np.ndarray, "asks"], other_tokens: int, context: float) -> None:
+        """Fill ``proposed``, ``confidence``, ``verify_lens`` and ``drafts`` in."""
+        assert plan.proposal is not None and self.scheduler is not None
+        flights, proposal = plan.flights, plan.proposal
+        drafts = proposal.draft_tokens.tolist()
+        useful = proposal.proposed.copy()
+        for row, i in enumerate(places):
+            shaper = flights[i].shaper
+            if useful[row] and isinstance(shaper, JudgesDrafts):
+                try:
+                    useful[row] = min(useful[row], shaper.useful(drafts[row][: useful[row]]))
+                except Exception as error:
+                    plan.failed.append((flights[i], error))
+        plan.proposed = np.zeros_like(plan.asked)
+        plan.proposed[places] = useful
+        confidence = np.zeros((len(flights), self._block))
+        known = self._confidences.of(proposal, [flights[i].request.sampling.greedy for i in places])
+        if known is None and self.scheduler.needs_confidence:
+            known = self.history.confidence(_seats([flights[i] for i in places]))
+        if known is not None:
+            confidence[places] = known
+            confidence[np.arange(self._block) >= plan.proposed[:, None]] = 0.0
+            plan.confidence = confidence
+        sps = None
+        if self.costs is not None:
+            spent = self.costs.drafting(len(places), int(plan.asked.max()))
+            sps = self.costs.sps(context=context, other_tokens=other_tokens, draft_seconds=spent)
+        numbers = np.array([flight.number for flight in flights], dtype=np.int64)
+        step = StepDrafts(request_ids=numbers, proposed=plan.proposed, confidence=confidence, sps=sps)
+        plan.verify_lens = self.scheduler.choose(step)
+        for row, i in enumerate(places):
+            count = int(proposal.proposed[row])
+            if count:
+                plan.drafts[flights[i].number] = (row, drafts[row][:count], int(plan.verify_lens[i]))
+
+    def observe(self, plan: Drafting, accepted: dict[int, int]) -> None:
+        """Take in a committed step: accepted drafts by request number, of those whose round was committed."""
+        if not self.drafts:
+            return
+        there = [i for i, flight in enumerate(plan.flights) if flight.number in accepted and flight.seat >= 0]
+        drafted = np.array([i for i in there if plan.asked[i] > 0], dtype=np.int64)
+        rested = np.array([i for i in there if plan.asked[i] == 0], dtype=np.int64)
+        if len(rested):
+            self.history.rest(_seats([plan.flights[i] for i in rested]))
+        if not len(drafted):
+            return
+        told = round_survivals(
+            asked=plan.asked[drafted],
+            proposed=plan.proposed[drafted],
+            verified=plan.verify_lens[drafted],
+            accepted=np.array([accepted[plan.flights[i].number] for i in drafted], dtype=np.int64),
+            confidence=None if plan.confidence is None else plan.confidence[drafted],
+            usual=self.history.usual,
+        )
+        self.history.observe(_seats([plan.flights[i] for i in drafted]), told)
+
+
+def make_planner(
+    drafter: BatchDrafter,
+    config: EngineConfig,
+    *,
+    costs: StepCosts | None,
+    confidences: Confidences | None,
+) -> DraftPlanner:
+    """The planner that ``config`` names. ``costs`` are needed by greedy, lagged and the gate."""
+    scheduler: BatchScheduler | None = None
+    if config.scheduler == "fixed":
+        scheduler = FixedBatch(config.verify_len)
+    elif config.threshold is not None:
+        scheduler = ThresholdBatch(config.threshold)
+    elif config.scheduler in ("greedy", "lagged"):
+        if costs is None:
+            raise ScheduleError(f"the {config.scheduler} scheduler weighs measured costs and has none; profile first")
+        sps = 1.0 / np.concatenate(([np.inf], costs.passes[0, 1:]))
+        greedy = config.scheduler == "greedy"
+        scheduler = GreedyBatch(sps) if greedy else LaggedBatch(sps, block_size=drafter.block_size)
+    return DraftPlanner(
+        drafter, scheduler, seats=config.seats, costs=costs, confidences=confidences, gated=config.gated
+    )
+
+
+def _ask(flight: Flight, limit: int) -> DraftAsk:
+    return DraftAsk(
+        seat=flight.seat,
+        anchor=flight.ids[-1],
+        sampling=flight.request.sampling,
+        generator=flight.streams.propose,
+        limit=limit,
+    )
+
+
+def _seats(flights: Sequence[Flight]) -> Int[np.ndarray, "requests"]:
+    return np.array([flight.seat for flight in flights], dtype=np.int64)

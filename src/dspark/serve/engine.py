@@ -1,0 +1,357 @@
+"""The engine: one step is admit, draft, schedule, verify, commit, for all requests together.
+
+The plain loop. The parts of a step are methods, in order; :mod:`dspark.serve.overlapped` runs the same parts with the
+target's pass in a thread of its own. What comes out is what :func:`dspark.decode.stream` gives each request alone:
+token for token at temperature 0 and with fixed verify lengths, in distribution with a scheduler that looks at the load.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.chat import ChatFormat
+from dspark.errors import DsparkError, RequestError
+from dspark.maths.batch_verification import BatchVerdict
+from dspark.maths.logprobs import row_logprobs
+from dspark.maths.step_costs import StepCosts
+from dspark.models.batch_drafter import batched
+from dspark.models.drafter import Drafter, NoDrafter
+from dspark.models.native_verification import verify_batch
+from dspark.models.target import Target
+from dspark.serve.batch import Judged, Step, StepBatch, StepOutput, kept_tokens, prompt_chunks
+from dspark.serve.confidences import Confidences
+from dspark.serve.counters import Counters
+from dspark.serve.drafting import make_planner
+from dspark.serve.errors import EngineClosed, QueueFull
+from dspark.serve.events import EngineStats, StepEvent
+from dspark.serve.flight import Flight, open_flight
+from dspark.serve.outcome import Outcome, take_in
+from dspark.serve.request import GenerationRequest
+from dspark.serve.roster import make_roster
+from dspark.serve.settings import EngineConfig
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Many requests through one target and one drafter. Not for several threads at once."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        config: EngineConfig | None = None,
+        chat: ChatFormat | None = None,
+        costs: StepCosts | None = None,
+        confidences: Confidences | None = None,
+    ) -> None:
+        """``chat`` turns ids into text; without it events have none. ``costs`` of a step, which greedy, lagged and the
+        draft gate weigh, are measured here if they are missing, a matter of seconds. ``confidences`` are calibrations.
+
+        Raises :class:`ConfigError` for settings that the target cannot serve.
+        """
+        self.target, self.chat, self.config = target, chat, config or EngineConfig()
+        self.drafter = batched(NoDrafter() if self.config.scheduler == "none" else drafter, target)
+        self.max_len = min(self.config.max_len or target.info.max_len, target.info.max_len)
+        self.roster = make_roster(target, self.drafter, self.config, max_len=self.max_len)
+        if costs is None and (self.config.gated or self.config.scheduler in ("greedy", "lagged")):
+            from dspark.serve.costs import measure_costs  # late: it drives an engine's parts
+
+            costs = measure_costs(target, self.drafter, self.roster, prefill_tokens=self.config.prefill_tokens)
+        self.planner = make_planner(self.drafter, self.config, costs=costs, confidences=confidences)
+        self.counters = Counters(self.drafter.block_size)
+        self._by_id: dict[str, Flight] = {}
+        self._untold: list[Outcome] = []  # of requests that ended outside a step's commit
+        self._next_number = 0
+        self._closed = False
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: GenerationRequest) -> None:
+        """Let a request wait for a seat.
+
+        Raises :class:`RequestError` for one that cannot be done or whose id is in use, :class:`QueueFull` when as many
+        wait as may, :class:`EngineClosed` after :meth:`close`.
+        """
+        if self._closed:
+            raise EngineClosed("the engine is closed; make another")
+        if request.request_id in self._by_id:
+            raise RequestError(f"request_id is {request.request_id!r}, which is in flight; choose another")
+        free = self.config.seats - len(self.roster.running)
+        if len(self.roster.waiting) >= self.config.max_waiting + free:
+            raise QueueFull(f"{len(self.roster.waiting)} requests wait and no more may; try again later")
+        flight = open_flight(
+            request,
+            number=self._next_number,
+            info=self.target.info,
+            max_len=self.max_len,
+            page_size=self.roster.pages.page_size,
+            chat=self.chat,
+        )
+        needed = self.roster.pages.pages_for(flight.room + self.roster.scratch)
+        if needed > self.roster.pages.pages:
+            raise RequestError(
+                f"prompt and output may take {flight.room} tokens, {needed} pages, and there are "
+                f"{self.roster.pages.pages}; lower max_new_tokens, or raise the engine's memory"
+            )
+        self._next_number += 1
+        self._by_id[request.request_id] = flight
+        self.roster.waiting.append(flight)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at once and free all it holds; its last event comes with the next step. False if there is no
+        such request (any more)."""
+        flight = self._by_id.get(request_id)
+        if flight is None:
+            return False
+        self._end(flight, "cancelled")
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do or tell anything."""
+        return bool(self.roster.running or self.roster.waiting or self._untold)
+
+    def stats(self) -> EngineStats:
+        """Counts and the state of seats and pages."""
+        return self.counters.stats(self.roster)
+
+    def close(self) -> None:
+        """Cancel everything; the engine takes no more requests. What is left to tell comes with one last step."""
+        for flight in list(self._by_id.values()):
+            self._end(flight, "cancelled")
+        self._closed = True
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepEvent]:
+        """Admit, draft, schedule, verify, commit; what it brought each request.
+
+        An error that belongs to one request ends that one; any other ends all that were in the pass. The engine can go
+        on in either case.
+        """
+        step = self._prepared()
+        outcomes: list[Outcome] = []
+        if step is not None:
+            batch = step.lay_out()
+            outcomes = self._finish(step, batch, self._run(batch))
+        return [outcome.event() for outcome in [*self._told(), *outcomes]]
+
+    def _told(self) -> list[Outcome]:
+        untold, self._untold = self._untold, []
+        return untold
+
+    def _prepared(self) -> Step | None:
+        """Everything before the target's pass; None if there is nothing to run, or nothing is left after an error."""
+        try:
+            return self._prepare()
+        except Exception as error:
+            self._fail_all(self.roster.running, error)
+            return None
+
+    def _prepare(self) -> Step | None:
+        started = time.perf_counter()
+        self.roster.make_room()
+        self._admit()
+        running = self.roster.running
+        decoding = [flight for flight in running if flight.decoding]
+        chunks = prompt_chunks(running, self.config.prefill_tokens)
+        self.counters.seconds["admit"] += time.perf_counter() - started
+        plan = self.planner.plan(decoding, other_tokens=sum(chunks.values()))
+        for flight, error in plan.failed:
+            self._fail(flight, error)
+        self.counters.seconds["draft"] += plan.draft_seconds
+        self.counters.seconds["schedule"] += plan.schedule_seconds
+        flights = [flight for flight in running if flight.number in chunks] + decoding
+        return Step(flights=flights, chunks=chunks, plan=plan) if flights else None
+
+    def _admit(self) -> None:
+        for flight in self.roster.admit(self._fail):
+            self.planner.open(flight.seat)
+
+    def _run(self, batch: StepBatch) -> StepOutput | Exception:
+        """The target's pass; touches nothing of the engine but the memory of the batch's seats."""
+        started = time.perf_counter()
+        device = self.target.info.device
+        try:
+            output = self.target.forward(
+                torch.tensor(batch.token_ids, dtype=torch.long, device=device),
+                self.roster.memory,
+                rows=batch.seats,
+                counts=batch.counts,
+                taps=self.drafter.taps,
+                want_logits=False,
+            )
+            final = output.final
+            if len(batch.rows) < len(batch.token_ids):
+                final = final[torch.tensor(batch.rows, dtype=torch.long, device=device)]
+            logits = self.target.logits(final) if batch.rows else None
+        except Exception as error:
+            return error
+        return StepOutput(logits=logits, features=output.features, seconds=time.perf_counter() - started)
+
+    def _finish(self, step: Step, batch: StepBatch, output: StepOutput | Exception) -> list[Outcome]:
+        """Verify and commit a pass."""
+        if isinstance(output, Exception):
+            self._fail_all(batch.flights, output)
+            return []
+        seconds, started = self.counters.seconds, time.perf_counter()
+        seconds["target"] += output.seconds
+        try:
+            verdict = self._verify(batch, output)
+            verified = time.perf_counter()
+            seconds["verify"] += verified - started
+            self._take_in(batch, output, verdict)
+            outcomes = self._commit(batch, output, verdict)
+            self._count(step, batch, verdict)
+        except Exception as error:
+            self._fail_all(batch.flights, error)
+            return []
+        seconds["commit"] += time.perf_counter() - verified
+        return outcomes
+
+    def _verify(self, batch: StepBatch, output: StepOutput) -> BatchVerdict | None:
+        if output.logits is None or not batch.judged:
+            return None
+        flights = [judged.flight for judged in batch.judged]
+        return verify_batch(
+            output.logits[: batch.judged_rows],
+            [judged.verify_len for judged in batch.judged],
+            batch.proposal,
+            [flight.request.sampling for flight in flights],
+            [flight.streams for flight in flights],
+            [flight.shaper for flight in flights],
+            draft_rows=[judged.draft_row for judged in batch.judged],
+        )
+
+    def _take_in(self, batch: StepBatch, output: StepOutput, verdict: BatchVerdict | None) -> None:
+        """Keep the rows of prompts, anchors and accepted drafts, in the target's memory and in the drafter's."""
+        kept = list(batch.counts)
+        if verdict is not None:
+            for judged, accepted in zip(batch.judged, verdict.accepted.tolist(), strict=True):
+                if judged.decoded:
+                    kept[judged.index] = accepted + 1
+        for flight, count in zip(batch.flights, kept, strict=True):
+            flight.computed += count
+            self.roster.memory.rollback(flight.seat, flight.computed)
+        if self.drafter.block_size == 0:
+            return
+        token_ids = torch.tensor(batch.token_ids, dtype=torch.long, device=self.target.info.device)
+        features = output.features
+        if sum(kept) < len(batch.token_ids):
+            places = kept_tokens(batch.starts, kept).to(token_ids.device)
+            token_ids = token_ids[places]
+            features = None if features is None else features[places]
+        started = time.perf_counter()
+        self.drafter.extend(batch.seats, kept, token_ids, features)
+        spent = time.perf_counter() - started
+        self.counters.seconds["draft"] += spent  # taking features in is drafting too
+        self.counters.seconds["commit"] -= spent
+
+    def _commit(self, batch: StepBatch, output: StepOutput, verdict: BatchVerdict | None) -> list[Outcome]:
+        """Append tokens, end what has ended, offer whole pages for sharing."""
+        outcomes: list[Outcome] = []
+        self._tell_prompts(batch, output)
+        row = 0
+        for i, judged in enumerate(batch.judged):
+            first, row = row, row + judged.verify_len + 1
+            assert verdict is not None and output.logits is not None
+            try:
+                one = verdict.of(i)
+                logits = output.logits[first:row]
+                outcomes.append(self._commit_one(judged, one.accepted, one.next_token, logits))
+            except Exception as error:
+                self._fail(judged.flight, error)
+        for flight in batch.flights:
+            if flight.seat >= 0:
+                self.roster.publish(flight)
+        for outcome in outcomes:
+            if outcome.finish_reason is not None:
+                self._close(outcome.flight, outcome.finish_reason)
+        return outcomes
+
+    def _commit_one(self, judged: Judged, accepted: int, next_token: int, logits: Tensor) -> Outcome:
+        flight, drafts = judged.flight, judged.drafts
+        outcome = take_in(flight, [*drafts[:accepted], next_token])
+        run = outcome.token_ids
+        if flight.shaper is not None:
+            flight.shaper.commit(run)
+        if (top := flight.request.logprobs) is not None:
+            outcome.logprobs = tuple(row_logprobs(logits[: len(run)], run, top=top))
+        if flight.request.prompt_logprobs is not None and flight.output_len == len(run):
+            outcome.prompt_logprobs = tuple(flight.prompt_logprobs)
+        outcome.drafted, outcome.verify_len = len(drafts), judged.verify_len
+        outcome.accepted = min(accepted, len(run))
+        outcome.rejected_ids = tuple(drafts[outcome.accepted : judged.verify_len])
+        self.counters.completion_tokens += len(run)
+        return outcome
+
+    def _tell_prompts(self, batch: StepBatch, output: StepOutput) -> None:
+        """Log-probabilities of the prompt tokens that the rows of this step's chunks predict."""
+        row = batch.judged_rows
+        for i in batch.told:
+            flight, count = batch.flights[i], batch.counts[i]
+            following = flight.ids[flight.computed - count + 1 : min(flight.computed + 1, flight.prompt_len)]
+            assert output.logits is not None and flight.request.prompt_logprobs is not None
+            rows = output.logits[row : row + len(following)]
+            if following:
+                flight.prompt_logprobs += row_logprobs(rows, following, top=flight.request.prompt_logprobs)
+            row += count
+
+    def _count(self, step: Step, batch: StepBatch, verdict: BatchVerdict | None) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.prompt_tokens += sum(step.chunks.get(flight.number, 0) for flight in batch.flights)
+        if verdict is None:
+            return
+        rounds = [
+            (judged, accepted)
+            for judged, accepted in zip(batch.judged, verdict.accepted.tolist(), strict=True)
+            if judged.flight.number not in step.chunks
+        ]
+        drafted = [len(judged.drafts) for judged, _ in rounds]
+        counters.drafted_steps += any(drafted)
+        accepted_lens = [accepted for _, accepted in rounds]
+        counters.count_rounds(drafted, [judged.verify_len for judged, _ in rounds], accepted_lens)
+        self.planner.observe(step.plan, {judged.flight.number: accepted for judged, accepted in rounds})
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _fail_all(self, flights: Sequence[Flight], error: Exception) -> None:
+        for flight in list(flights):
+            self._fail(flight, error)
+
+    def _fail(self, flight: Flight, error: Exception) -> None:
+        if not isinstance(error, DsparkError):
+            _log.error("request %s failed", flight.request.request_id, exc_info=error)
+        self._end(flight, "error", error)
+
+    def _end(self, flight: Flight, reason: str, error: Exception | None = None) -> None:
+        """End a request from outside its own commit; its last event comes with the next ones told."""
+        if flight.ended:
+            return
+        self._untold.append(
+            Outcome(
+                flight=flight,
+                finish_reason=reason,
+                error=error,
+                cached=flight.cached,
+                completion_tokens=flight.output_len,
+            )
+        )
+        self._close(flight, reason)
+
+    def _close(self, flight: Flight, reason: str) -> None:
+        flight.ended = True
+        del self._by_id[flight.request.request_id]
+        self.counters.finished[reason] += 1
+        try:
+            self.roster.release(flight, forget=reason == "error")
+        except Exception as error:  # the drafter's own books; the seat is free already
+            _log.error("closing the drafter's seat of %s failed", flight.request.request_id, exc_info=error)
