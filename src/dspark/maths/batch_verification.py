@@ -23,9 +23,9 @@ from torch import Tensor
 
 from dspark.core import DraftDistribution, SamplingParams
 from dspark.errors import RequestError
-from dspark.maths.block_verification import verify_block
-from dspark.maths.rejection import Verdict, verify, verify_greedy
-from dspark.maths.sampling import RequestStreams, TargetRows
+from dspark.maths.block_verification import judge_block
+from dspark.maths.rejection import Verdict, judge, verify_greedy
+from dspark.maths.sampling import RequestStreams, TargetRows, uniforms
 
 
 @runtime_checkable
@@ -144,15 +144,30 @@ def verify_rows(
     shaper: RowShaper | None,
 ) -> Verdict:
     """One request's verdict. Raises :class:`RequestError` where a row that is needed holds no distribution."""
+    count = 0 if sampling.greedy else len(draft_tokens)
+    coins = uniforms(count, streams.accept)
+    closing = uniforms(0 if sampling.greedy else 1, streams.residual)
     if shaper is not None:
         logits = shaper.rows(logits, draft_tokens.tolist())
-    if sampling.greedy:
-        verdict = verify_greedy(draft_tokens, logits.argmax(-1))
-        for k in range(verdict.accepted + 1):
-            check_row(logits[k], k)
-        return verdict
-    rule = verify_block if sampling.rule == "block" else verify
-    return rule(draft_tokens, distribution, CheckedRows(logits, sampling), streams)
+    return judge_rows(logits, draft_tokens, distribution, sampling, coins, closing)
+
+
+def judge_rows(
+    logits: Float[Tensor, "rows vocab"],
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    sampling: SamplingParams,
+    coins: Float[Tensor, "coins"],
+    closing: Float[Tensor, "closing"],
+) -> Verdict:
+    """One request's verdict on shaped rows, its uniforms given; none to a greedy request."""
+    if not sampling.greedy:
+        rule = judge_block if sampling.rule == "block" else judge
+        return rule(draft_tokens, distribution, CheckedRows(logits, sampling), coins, closing)
+    verdict = verify_greedy(draft_tokens, logits.argmax(-1))
+    for k in range(verdict.accepted + 1):
+        check_row(logits[k], k)
+    return verdict
 
 
 class CheckedRows(TargetRows):

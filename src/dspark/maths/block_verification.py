@@ -42,7 +42,7 @@ from dspark.maths.rejection import (
     draft_row,
     residual_weights,
 )
-from dspark.maths.sampling import RequestStreams, TargetRows, draw, uniforms
+from dspark.maths.sampling import RequestStreams, TargetRows, draw_at, uniforms
 
 
 def verify_block(
@@ -56,9 +56,20 @@ def verify_block(
     Coins are looked at from the last draft backwards up to the first that stands, and s_k is computed for those alone;
     rows after a draft of target probability 0 are not read.
     """
-    drafts, verify_len = draft_tokens.tolist(), len(draft_tokens)
+    coins = uniforms(len(draft_tokens), streams.accept)
+    return judge_block(draft_tokens, distribution, target_probs, coins, uniforms(1, streams.residual))
+
+
+def judge_block(
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    target_probs: Float[Tensor, "block+1 vocab"] | TargetRows,
+    coins: Float[Tensor, "block"],
+    closing: Float[Tensor, "1"],
+) -> Verdict:
+    """:func:`verify_block` with its uniforms given, as :func:`dspark.maths.rejection.judge` takes them."""
+    drafts, verify_len, thrown = draft_tokens.tolist(), len(draft_tokens), coins.tolist()
     chances = draft_probs_of(draft_tokens, distribution).tolist()
-    coins = uniforms(verify_len, streams.accept).tolist()
     ratios = [1.0]
     while len(ratios) <= verify_len and ratios[-1] > 0.0:
         k = len(ratios) - 1
@@ -69,13 +80,13 @@ def verify_block(
         if ratio > 0.0 and accepted < verify_len:
             missing = missing_mass(target_probs[accepted], accepted, draft_tokens, distribution, share=ratio)
             stand = coin_chance(ratio, missing)
-        if coins[accepted - 1] < stand:
+        if thrown[accepted - 1] < stand:
             break
         accepted -= 1
     row = target_probs[accepted]
     if accepted < verify_len:
         row = residual_weights(row, accepted, draft_tokens, distribution, share=ratios[accepted])
-    return Verdict(accepted=accepted, next_token=draw(row, streams.residual))
+    return Verdict(accepted=accepted, next_token=int(draw_at(row[None], closing)))
 
 
 def missing_mass(

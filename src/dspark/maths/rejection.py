@@ -11,9 +11,9 @@ A drafter that chose a token with certainty (greedy, n-gram lookup) has q = 1 th
 with probability p(x), and the residual is p without x.
 
 :func:`acceptance_probs` and :func:`residual_probs` state the rule and are deterministic; :func:`verify` tosses the
-coins, and looks at no row of the target that it does not need. The other rule is
-:mod:`dspark.maths.block_verification`. Source: DSpark section 3; DeepSpec ``verify_draft_tokens``, from which we differ
-in dividing by q itself instead of max(q, 1e-8), and in dividing in float64.
+coins, and looks at no row of the target that it does not need; :func:`judge` is the same with the coins given. The
+other rule is :mod:`dspark.maths.block_verification`. Source: DSpark section 3; DeepSpec ``verify_draft_tokens``, from
+which we differ in dividing by q itself instead of max(q, 1e-8), and in dividing in float64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.core import DraftDistribution
-from dspark.maths.sampling import RequestStreams, TargetRows, draw, uniforms
+from dspark.maths.sampling import RequestStreams, TargetRows, draw_at, uniforms
 
 # Below this mass a residual is rounding noise. It is reached only after a rejection whose probability was as small, so
 # drawing from the target's row instead moves the output by less than fp32 can express.
@@ -57,10 +57,21 @@ def verify(
     verified drafts alone, so all coins of a step can be drawn before its outcome is known, for a whole batch at once,
     and with fixed verify lengths a request is reproduced whoever shares its batch and whichever loop runs it.
     """
+    coins = uniforms(len(draft_tokens), streams.accept)
+    return judge(draft_tokens, distribution, target_probs, coins, uniforms(1, streams.residual))
+
+
+def judge(
+    draft_tokens: Int[Tensor, "block"],
+    distribution: DraftDistribution | None,
+    target_probs: Float[Tensor, "block+1 vocab"] | TargetRows,
+    coins: Float[Tensor, "block"],
+    closing: Float[Tensor, "1"],
+) -> Verdict:
+    """:func:`verify` with its uniforms given: ``coins``, one per draft, and ``closing`` for the token after them."""
     chances = draft_probs_of(draft_tokens, distribution).tolist()
-    coins = uniforms(len(draft_tokens), streams.accept).tolist()
     accepted = 0
-    for token, chance, coin in zip(draft_tokens.tolist(), chances, coins, strict=True):
+    for token, chance, coin in zip(draft_tokens.tolist(), chances, coins.tolist(), strict=True):
         # strictly: `<=` would accept probability 0 on a coin of 0; without min(1, p/q), which no coin can tell from p/q
         if not coin < float(target_probs[accepted][token]) / chance:
             break
@@ -68,7 +79,7 @@ def verify(
     row = target_probs[accepted]
     if accepted < len(draft_tokens):
         row = residual_weights(row, accepted, draft_tokens, distribution)
-    return Verdict(accepted=accepted, next_token=draw(row, streams.residual))
+    return Verdict(accepted=accepted, next_token=int(draw_at(row[None], closing)))
 
 
 def verify_greedy(draft_tokens: Int[Tensor, "block"], target_argmax: Int[Tensor, "block+1"]) -> Verdict:

@@ -126,8 +126,13 @@ def draw(weights: Float[Tensor, "vocab"], generator: torch.Generator) -> int:
 
 def draw_rows(weights: Float[Tensor, "rows vocab"], generator: torch.Generator) -> Int[Tensor, "rows"]:
     """One token per row, as :func:`draw` row after row: row i uses the i-th of ``rows`` uniforms of ``generator``."""
+    return draw_at(weights, uniforms(len(weights), generator))
+
+
+def draw_at(weights: Float[Tensor, "rows vocab"], u: Float[Tensor, "rows"]) -> Int[Tensor, "rows"]:
+    """One token per row, the one at the share ``u`` of the row's mass; raises as :func:`draw` does."""
     invert = blockwise_inverse_cdf if weights.shape[1] >= TWO_LEVELS else inverse_cdf
-    return invert(weights, uniforms(len(weights), generator).to(weights.device))
+    return invert(weights, u.to(weights.device))
 
 
 def uniforms(count: int, generator: torch.Generator) -> Float[Tensor, "count"]:
