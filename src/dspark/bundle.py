@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -105,6 +105,11 @@ class Bundle:
             model=model,
             drafter_spec=drafter,
         )
+
+    def with_drafter(self, spec: str, *, candidates: int = 64) -> Bundle:
+        """The same target with another drafter; raises as :meth:`load` does."""
+        drafter = _load_drafter(spec, self.target, self.chat, candidates)
+        return replace(self, drafter=drafter, drafter_spec=spec)
 
     def prompt_ids(self, text: str, *, system: str | None = None) -> list[int]:
         """Ids of a single user turn through the chat template; ``system`` None leaves the template's own."""
