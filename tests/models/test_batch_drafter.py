@@ -18,13 +18,12 @@ from dspark.models.batch_drafter import (
     DraftAsk,
     LoopingDrafter,
     batched,
-    page_slots,
+    flat_places,
     stacked,
 )
 from dspark.models.drafter import Drafter, NoDrafter
 from dspark.models.dspark import DsparkDrafter
 from dspark.models.ngram import NgramDrafter
-from dspark.models.paged_memory import PageTables
 from dspark.models.skipping_drafter import SkippingDrafter
 from models import test_chain_drafter as chains
 from models import test_dspark as blocks
@@ -100,12 +99,9 @@ def test_a_shared_generator_is_caught() -> None:
         rig.propose(seats, [2, 2])
 
 
-def test_slots_of_a_ragged_batch() -> None:
-    tables = PageTables(seats=3, pages_per_seat=3, page_size=4)
-    tables.assign(0, [5, 2, 7])
-    tables.assign(2, [0, 8])
-    slots = page_slots(tables, [2, 0], [3, 2], [2, 5])
-    assert slots.tolist() == [0 * 4 + 3, 8 * 4, 5 * 4 + 2, 5 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2]
+def test_places_of_a_ragged_batch() -> None:
+    rows, positions = flat_places([2, 0], [3, 2], [2, 5])
+    assert rows.tolist() == [2, 2, 0, 0, 0, 0, 0] and positions.tolist() == [3, 4, 2, 3, 4, 5, 6]
 
 
 def test_proposals_of_unlike_supports_are_stacked_over_the_vocabulary() -> None:

@@ -16,7 +16,7 @@ from dspark.maths.shaping import Shaper
 from dspark.models import native
 from dspark.models.backbone import BlockBatch, DraftModel, GemmaDraftLayer
 from dspark.models.draft_config import DraftConfig
-from dspark.models.dspark import DsparkDrafter
+from dspark.models.dspark import DraftContext, DsparkDrafter
 from dspark.models.heads import sequential_logits
 
 VOCAB, HIDDEN, GAMMA = 29, 16, 5
@@ -75,15 +75,21 @@ def training_form(made: DraftModel, table: TableTarget, features: Tensor) -> Ten
         return made(batch, table.embed(torch.tensor([7])), table.embed(torch.tensor([3]))[0])[0]
 
 
-def fed(drafter: DsparkDrafter, features: Tensor, pieces: list[int]) -> object:
+def fed(drafter: DsparkDrafter, features: Tensor, pieces: list[int]) -> DraftContext:
     state = drafter.open(max_len=features.shape[0] + 20)
     for part in features.split(pieces):
         drafter.extend(state, torch.zeros(len(part), dtype=torch.long), part)
     return state
 
 
+def states_of(drafter: DsparkDrafter, state: DraftContext) -> Tensor:
+    """States of the block with anchor 7."""
+    with torch.inference_mode():
+        return drafter.backbone(state.memory, [0], [7])[0]
+
+
 def propose(
-    drafter: DsparkDrafter, state: object, sampling: SamplingParams, *, seed: int = 0, limit: int = 99
+    drafter: DsparkDrafter, state: DraftContext, sampling: SamplingParams, *, seed: int = 0, limit: int = 99
 ) -> Proposal:
     random = torch.Generator().manual_seed(seed)
     return drafter.propose(state, 7, sampling=sampling, generator=random, limit=limit)
@@ -97,7 +103,7 @@ def test_a_block_at_any_depth_equals_the_training_forward(depth: int) -> None:
     pieces = [depth - depth // 3, *([1] * (depth // 3))] if depth < 1000 else [depth - 8, 3, 5]
     state = fed(drafter, features, pieces)
     expected = training_form(made, table, features)
-    torch.testing.assert_close(drafter.backbone(state, 7), expected, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(states_of(drafter, state), expected, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("depth", [0, 5, 250])
@@ -115,7 +121,7 @@ def test_every_drafter_decodes_what_its_training_form_says(name: str, depth: int
     for candidates, sampling in ((0, SAMPLED), (8, SAMPLED), (8, GREEDY)):
         drafter = DsparkDrafter(made, table, candidates=candidates)
         state = fed(drafter, features, [depth // 2, depth - depth // 2])
-        torch.testing.assert_close(drafter.backbone(state, 7), states, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(states_of(drafter, state), states, rtol=2e-4, atol=2e-4)
         proposal = propose(drafter, state, sampling)
         assert proposal.block == GAMMA
         prev = torch.cat((torch.tensor([7]), proposal.draft_tokens[:-1]))
@@ -153,7 +159,7 @@ def test_compiled_operations_change_nothing_but_rounding(dtype: torch.dtype) -> 
     fast, plain = (DsparkDrafter(made, table, candidates=20, native=wanted) for wanted in (True, False))
     assert fast.native and not plain.native
     states = [fed(drafter, features, [290, 1, 9]) for drafter in (fast, plain)]
-    one, two = (drafter.backbone(state, 7).float() for drafter, state in zip((fast, plain), states, strict=True))
+    one, two = (states_of(drafter, state).float() for drafter, state in zip((fast, plain), states, strict=True))
     assert float((one - two).norm() / two.norm()) < (1e-5 if dtype == torch.float32 else 2e-2)
     if dtype == torch.float32:
         one, two = (propose(d, s, SAMPLED) for d, s in zip((fast, plain), states, strict=True))
@@ -201,7 +207,7 @@ def test_full_vocabulary_loop_follows_equation_4(draft_vocab: int | None) -> Non
     proposal = propose(drafter, state, SAMPLED)
     ids = made.draft_token_ids()
     with torch.no_grad():
-        base = drafter.backbone(state, 7) @ table.head_weight()[ids].T
+        base = states_of(drafter, state) @ table.head_weight()[ids].T
         prev = torch.cat((torch.tensor([7]), proposal.draft_tokens[:-1]))
         expected = target_probs(base + made.markov_head.bias(made.markov_head.embed(prev)), SAMPLED)
     torch.testing.assert_close(proposal.distribution.probs, expected, rtol=1e-4, atol=1e-6)
@@ -226,7 +232,7 @@ def test_candidates_are_the_largest_base_logits_and_the_rest_is_exactly_zero() -
     drafter = DsparkDrafter(made, table, candidates=4)
     state = fed(drafter, torch.randn(12, 2 * HIDDEN), [12])
     proposal = propose(drafter, state, SAMPLED)
-    base = drafter.backbone(state, 7) @ table.head_weight().T
+    base = states_of(drafter, state) @ table.head_weight().T
     for k in range(GAMMA):
         row = proposal.distribution.dense(k, VOCAB)
         assert set(row.nonzero().squeeze(1).tolist()) <= set(base[k].topk(4).indices.tolist())
@@ -250,7 +256,7 @@ def test_confidence_is_of_the_prefix_alone() -> None:
     with torch.no_grad():
         first = proposals[0]
         prev = torch.cat((torch.tensor([7]), first.draft_tokens[:-1]))
-        inputs = torch.cat((drafter.backbone(state, 7), made.markov_head.embed(prev)), 1)
+        inputs = torch.cat((states_of(drafter, state), made.markov_head.embed(prev)), 1)
         torch.testing.assert_close(first.confidence, made.confidence_head(inputs).sigmoid(), rtol=1e-4, atol=1e-5)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.core import SamplingParams
-from dspark.errors import ConfigError, RequestError
+from dspark.core import DraftDistribution, SamplingParams
+from dspark.errors import ConfigError
 from dspark.maths.sampling import target_probs
 from dspark.models import native
 from dspark.models.heads import SequentialHead, make_head, sequential_logits
-from dspark.models.sequential import Drafted, SequentialStage, _library
+from dspark.models.sequential import BlockAsk, Drafted, SequentialStage, _library
 
 CPU, BLOCK, HIDDEN = torch.device("cpu"), 6, 8
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)
@@ -36,8 +38,30 @@ def names(vocab: int, width: int) -> Tensor | None:
     return None if width == vocab else torch.arange(width) * (vocab // width)
 
 
-def run(stage: SequentialStage, base: Tensor, hidden: Tensor, sampling: SamplingParams, seed: int = 3) -> Drafted:
-    return stage.draft(base, hidden, 1, sampling=sampling, generator=torch.Generator().manual_seed(seed))
+@dataclass
+class One:
+    """What was drawn for one request."""
+
+    token_ids: Tensor
+    prev_ids: Tensor
+    distribution: DraftDistribution | None
+
+
+def one(drafted: Drafted, i: int, block: int) -> One:
+    """Request ``i`` of several, whose block has ``block`` positions."""
+    distribution = None
+    if drafted.probs is not None:
+        ids = None if drafted.support_ids is None else drafted.support_ids[i, :block]
+        distribution = DraftDistribution(drafted.probs[i, :block], ids)
+    return One(drafted.token_ids[i, :block], drafted.prev_ids[i, :block], distribution)
+
+
+def ask(base: Tensor, sampling: SamplingParams, seed: int = 3, anchor: int = 1) -> BlockAsk:
+    return BlockAsk(base=base, anchor=anchor, sampling=sampling, generator=torch.Generator().manual_seed(seed))
+
+
+def run(stage: SequentialStage, base: Tensor, hidden: Tensor, sampling: SamplingParams, seed: int = 3) -> One:
+    return one(stage.draft([ask(base, sampling, seed)], hidden), 0, len(base))
 
 
 def inputs(width: int, seed: int = 0, block: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -121,7 +145,7 @@ def test_both_forms_consume_one_uniform_per_draft() -> None:
     left = []
     for stage in both("vanilla", 60, 60, 9):
         generator = torch.Generator().manual_seed(5)
-        stage.draft(base[:4], hidden[:4], 0, sampling=SAMPLED, generator=generator)
+        stage.draft([BlockAsk(base=base[:4], anchor=0, sampling=SAMPLED, generator=generator)], hidden[:4])
         left.append(torch.rand(3, dtype=torch.float64, generator=generator))
     generator = torch.Generator().manual_seed(5)
     torch.rand(4, dtype=torch.float64, generator=generator)
@@ -135,31 +159,104 @@ def test_frequencies_are_the_reported_probabilities() -> None:
     base, hidden = inputs(50)
     generator, counts = torch.Generator().manual_seed(0), torch.zeros(50)
     for _ in range(4000):
-        drafted = stage.draft(base[:1], hidden[:1], 1, sampling=SAMPLED, generator=generator)
-        counts[drafted.token_ids[0]] += 1
-    row = drafted.distribution.dense(0, 50)
+        asked = BlockAsk(base=base[:1], anchor=1, sampling=SAMPLED, generator=generator)
+        drafted = stage.draft([asked], hidden[:1])
+        counts[drafted.token_ids[0, 0]] += 1
+    row = one(drafted, 0, 1).distribution.dense(0, 50)
     spread = (row * (1 - row) / 4000).sqrt()
     assert ((counts / 4000 - row).abs() <= 4.5 * spread).all()
 
 
+FILTERED = [
+    SamplingParams(temperature=1.0, top_k=2),
+    SamplingParams(temperature=1.5, top_p=0.6),
+    SamplingParams(temperature=1.2, min_p=0.2),
+    SamplingParams(temperature=2.0, top_k=9, top_p=0.9, min_p=0.05),
+    SamplingParams(temperature=9.0, top_p=0.01),
+]
+
+
 @compiler
-def test_filters_and_other_heads_go_the_plain_way() -> None:
-    base, hidden = inputs(60)
-    stage = both("vanilla", 60, 60, 9)[1]
-    filtered = run(stage, base, hidden, SamplingParams(temperature=1.0, top_k=2))
-    assert ((filtered.distribution.probs > 0).sum(1) == 2).all()
+@pytest.mark.parametrize("levels", [None, 5])
+@pytest.mark.parametrize("sampling", FILTERED)
+def test_filters_are_the_plain_forms(sampling: SamplingParams, levels: int | None) -> None:
+    """Also where many candidates are equally likely: ``levels`` distinct logits."""
+    for seed in range(8):
+        base, hidden = inputs(600, seed)
+        if levels is not None:
+            base = torch.stack([row[torch.randperm(600)] for row in base])
+            base = (base + 6).div(12.0001 / levels).floor() + torch.arange(600) * 1e-9  # equal, in fp32
+        plain, fused = both("vanilla" if levels is None else None, 600, 600, 30)
+        ours, theirs = run(fused, base, hidden, sampling, seed), run(plain, base, hidden, sampling, seed)
+        if levels is None:
+            assert torch.equal(ours.distribution.token_ids, theirs.distribution.token_ids)
+            assert torch.equal(ours.token_ids, theirs.token_ids)
+        torch.testing.assert_close(ours.distribution.probs, theirs.distribution.probs, rtol=2e-4, atol=1e-6)
+
+
+@compiler
+def test_other_heads_and_the_full_vocabulary_go_the_plain_way() -> None:
     for kind in ("gated", "rnn"):
         assert not both(kind, 60, 60, 9)[1].native
     assert not both("vanilla", 60, 60, 0)[1].native
 
 
+@compiler
+@pytest.mark.parametrize("width", [700, 350])
+def test_logits_in_bfloat16_are_read_as_they_are(width: int) -> None:
+    """Their float32 copies give the same candidates, draws and probabilities, bit for bit."""
+    stage = both("vanilla", 700, width, 40)[1]
+    for seed in range(4):
+        base, hidden = inputs(width, seed)
+        half = base.bfloat16()
+        ours, theirs = run(stage, half, hidden, SAMPLED, seed), run(stage, half.float(), hidden, SAMPLED, seed)
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert torch.equal(ours.distribution.token_ids, theirs.distribution.token_ids)
+        assert torch.equal(ours.distribution.probs, theirs.distribution.probs)
+
+
+MIXED = [GREEDY, SAMPLED, *FILTERED, GREEDY, SamplingParams(temperature=0.3)]
+
+
+@pytest.mark.parametrize("candidates", [0, 12])
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=compiler)])
-def test_logits_that_leave_nothing_are_refused(fused: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_requests_draft_as_each_alone(kind: str | None, fused: bool, candidates: int) -> None:
+    """Of unlike lengths, temperatures and filters; each from its own generator."""
+    stage = both(kind, 700, 350, candidates)[fused]
+    counts = [1 + i % BLOCK for i in range(len(MIXED))]
+    parts = [inputs(350, seed, count) for seed, count in enumerate(counts)]
+    asks = [ask(base, MIXED[i], seed=i, anchor=i) for i, (base, _) in enumerate(parts)]
+    together = stage.draft(asks, torch.cat([hidden for _, hidden in parts]), block=BLOCK + 2)
+    assert together.token_ids.shape == (len(MIXED), BLOCK + 2)
+    for i, (base, hidden) in enumerate(parts):
+        alone = one(stage.draft([ask(base, MIXED[i], seed=i, anchor=i)], hidden), 0, counts[i])
+        found = one(together, i, counts[i])
+        assert torch.equal(found.token_ids, alone.token_ids) and torch.equal(found.prev_ids, alone.prev_ids)
+        assert not together.token_ids[i, counts[i] :].any() and not together.prev_ids[i, counts[i] :].any()
+        fresh = ask(base, MIXED[i], seed=i).generator
+        torch.rand(0 if MIXED[i].greedy else counts[i], dtype=torch.float64, generator=fresh)
+        assert torch.equal(asks[i].generator.get_state(), fresh.get_state())
+        if not MIXED[i].greedy:
+            for k in range(counts[i]):
+                torch.testing.assert_close(found.distribution.dense(k, 700), alone.distribution.dense(k, 700))
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=compiler)])
+def test_logits_that_leave_nothing_fail_their_request_alone(fused: bool) -> None:
     stage = both(None, 600, 600, 9)[fused]
     base, hidden = inputs(600)
-    base[2] = float("nan")
-    with pytest.raises(RequestError):
-        run(stage, base, hidden, SAMPLED)
+    broken = base.clone()
+    broken[2] = float("nan")
+    asks = [ask(part, SAMPLED) for part in (base, broken, base)]
+    drafted = stage.draft(asks, hidden.repeat(3, 1))
+    assert drafted.failed == {1} and not drafted.token_ids[1].any()
+    alone = stage.draft(asks[:1], hidden)  # its generator has moved on: another block, from the same distribution
+    assert not alone.failed
+    for i in (0, 2):
+        assert torch.equal(drafted.probs[i], alone.probs[0])
+    nothing = stage.draft([], hidden[:0])
+    assert nothing.token_ids.shape == (0, 0) and not nothing.failed
 
 
 def test_without_a_compiler_the_plain_form_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,32 @@ class BatchProposal:
         confidence = None if self.confidence is None else torch.from_numpy(self.confidence[i, :count])
         return Proposal(self.draft_tokens[i, :count], distribution, confidence)
 
+    def spread(self, places: Sequence[int], requests: int) -> BatchProposal:
+        """The same proposals as those number ``places`` (ascending) of ``requests``; the others propose nothing."""
+        if len(places) == requests:
+            return self
+        held = list(places)
+        proposed, certain = np.zeros(requests, dtype=np.int64), np.ones(requests, dtype=np.bool_)
+        proposed[held], certain[held] = self.proposed, self.certain
+        confidence = None
+        if self.confidence is not None:
+            confidence = np.zeros((requests, self.confidence.shape[1]), dtype=self.confidence.dtype)
+            confidence[held] = self.confidence
+        index = torch.tensor(held, dtype=torch.long, device=self.draft_tokens.device)
+
+        def laid_out(part: Tensor) -> Tensor:
+            return part.new_zeros(requests, *part.shape[1:]).index_copy_(0, index, part)
+
+        return BatchProposal(
+            draft_tokens=laid_out(self.draft_tokens),
+            proposed=proposed,
+            certain=certain,
+            probs=None if self.probs is None else laid_out(self.probs),
+            support_ids=None if self.support_ids is None else laid_out(self.support_ids),
+            confidence=confidence,
+            sequential_seconds=self.sequential_seconds,
+        )
+
 
 @runtime_checkable
 class BatchDrafter(Protocol):
@@ -131,15 +157,14 @@ def batched(drafter: Drafter, target: Target) -> BatchDrafter:
     return drafter.batch_form(target) if isinstance(drafter, FormsBatches) else LoopingDrafter(drafter, target)
 
 
-def page_slots(
-    tables: PageTables, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-) -> Int[Tensor, "tokens"]:
-    """Where positions ``starts[i]`` .. + ``counts[i]`` of each seat lie among all pages' slots, page after page."""
+def flat_places(
+    seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+) -> tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"]]:
+    """Seat and position of each token of a flat batch, ``counts[i]`` of them from position ``starts[i]`` on."""
     sizes = np.asarray(counts, dtype=np.int64)
     rows = np.repeat(np.asarray(seats, dtype=np.int64), sizes)
     first = np.repeat(np.asarray(starts, dtype=np.int64) - (sizes.cumsum() - sizes), sizes)
-    page, place = np.divmod(first + np.arange(len(rows)), tables.page_size)
-    return torch.from_numpy(tables.ids.numpy()[rows, page] * tables.page_size + place)
+    return torch.from_numpy(rows), torch.from_numpy(first + np.arange(len(rows)))
 
 
 def stacked(
@@ -232,7 +257,7 @@ class LoopingDrafter:
             return
         features = None
         if self._features is not None:
-            features = self._features[page_slots(self._tables, [seat], [0], [count]).to(self._info.device)]
+            features = self._features[self._slots([seat], [0], [count])]
         ids = torch.tensor(token_ids, dtype=torch.long, device=self._info.device)
         one.length = count
         self.inner.extend(one.state, ids, features)
@@ -248,8 +273,7 @@ class LoopingDrafter:
         if self._features is not None:
             assert features is not None
             lengths = [self._seats[seat].length for seat in seats]
-            slots = page_slots(self._tables, seats, lengths, counts).to(self._info.device)
-            self._features[slots] = features.to(self._features.dtype)
+            self._features[self._slots(seats, lengths, counts)] = features.to(self._features.dtype)
         begin = 0
         for seat, count in zip(seats, counts, strict=True):
             one, part = self._seats[seat], slice(begin, begin + count)
@@ -279,3 +303,9 @@ class LoopingDrafter:
     def close(self, seat: int) -> None:
         """See :meth:`BatchDrafter.close`."""
         del self._seats[seat]
+
+    def _slots(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> Int[Tensor, "tokens"]:
+        """Where those tokens' features lie, all pages one after the other."""
+        rows, positions = flat_places(seats, starts, counts)
+        size = self._tables.page_size
+        return (self._tables.ids[rows, positions // size] * size + positions % size).to(self._info.device)

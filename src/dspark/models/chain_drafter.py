@@ -21,7 +21,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -33,9 +32,17 @@ from dspark.models import backbone
 from dspark.models.backbone import GemmaBody
 from dspark.models.chain import ChainModel
 from dspark.models.checkpoint import AnyConfig, check_fits
-from dspark.models.draft_ops import Angles, decoder_config, draft_native_ops, load_layers
+from dspark.models.draft_ops import (
+    Angles,
+    ContextWriter,
+    decoder_config,
+    draft_columns,
+    draft_native_ops,
+    load_layers,
+)
 from dspark.models.drafter import EMPTY
 from dspark.models.eagle3 import Eagle3Model
+from dspark.models.layer import feed_forward
 from dspark.models.lean_memory import LeanMemory
 from dspark.models.linear import Linear
 from dspark.models.mtp import MTPModel
@@ -86,10 +93,8 @@ class ChainDrafter(ABC):
         self._load(model)
         ids, own = model.draft_token_ids().to(self.device), model.own_head()
         self._token_ids = None if model.d2t is None else ids
-        self._columns: Tensor | None = None  # of the target's tokens in the drafter's logits
-        if self._token_ids is not None:
-            self._columns = torch.full((config.vocab_size,), -1, dtype=torch.long, device=self.device)
-            self._columns[ids] = torch.arange(ids.shape[0], device=self.device)
+        # columns of the target's tokens in the drafter's logits
+        self._columns = None if model.d2t is None else draft_columns(ids, config.vocab_size)
         self._head = self.pack(target.head_weight().index_select(0, ids) if own is None else own.weight)
 
     @property
@@ -110,8 +115,8 @@ class ChainDrafter(ABC):
         )
         self._scalar = float(layer.layer_scalar) if isinstance(layer, GemmaBody) else None
         self._kv = self.pack(attn.k_proj.weight, (attn.v_proj or attn.k_proj).weight)
-        self._k_norm = None if attn.k_norm is None else self.place(attn.k_norm.weight)
-        self._norms_values = attn.norms_values
+        k_norm = None if attn.k_norm is None else self.place(attn.k_norm.weight)[None]
+        self._writer = ContextWriter(self._decoder, k_norm, norms_values=attn.norms_values, angles=self._angles)
         self._norm = self.norm(model.norm)
         embedding = model.own_embedding()
         self._embedding = None if embedding is None else self.place(embedding.weight * model.embedding_scale)
@@ -184,26 +189,8 @@ class ChainDrafter(ABC):
             state.last = states[-1:]
             if nexts.shape[0]:
                 inputs, _ = self.mix(self.embed(nexts), before)
-                self._write(state, inputs, first)
-
-    def _write(self, state: ChainContext, inputs: Float[Tensor, "new inputs"], first: int) -> None:
-        """Put the keys and values of committed rows at ``first`` and on."""
-        count, heads = inputs.shape[0], self._shape.num_key_value_heads
-        k, v = self._kv(inputs).view(count, 2, heads, -1).permute(1, 2, 0, 3)  # each [kv_heads, new, head_dim]
-        if self._k_norm is not None:
-            k = self._heads_norm(k) * self._k_norm
-        if self._norms_values:
-            v = self._heads_norm(v)
-        table = self._angles(self._decoder.rope, state.memory.max_len)
-        cos, sin = (part[first : first + count].to(self.dtype) for part in table)
-        left, right = k.chunk(2, -1)
-        rows = state.memory.both[0, :, 0, :, first : first + count]  # [2, kv_heads, new, head_dim]
-        rows[0] = torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
-        rows[1] = v
-
-    def _heads_norm(self, x: Tensor) -> Tensor:
-        """RMSNorm per head, without a weight."""
-        return F.rms_norm(x, x.shape[-1:], None, self._shape.rms_norm_eps)
+                positions = torch.arange(first, first + len(inputs))
+                self._writer.write(state.memory, torch.zeros_like(positions), positions, self._kv(inputs))
 
     def propose(
         self, state: ChainContext, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
@@ -251,13 +238,7 @@ class ChainDrafter(ABC):
         x, residual = self.mix(self.embed(torch.tensor([prev], device=self.device)), states)
         memory.lengths[0] = row
         attend = ops.attention(memory, (0,), (1,), (layer,), lambda rope: self._angles(rope, memory.max_len))
-        h = layer.o(attend(0, layer.qkv(x)))
-        if layer.attention_out_norm is not None:
-            h = ops.norm(h, layer.attention_out_norm)
-        middle, h = ops.add_norm(residual, h, layer.feedforward_norm)
-        h = layer.down(ops.gate(layer.gate_up(h)))
-        if layer.feedforward_out_norm is not None:
-            h = ops.norm(h, layer.feedforward_out_norm)
+        middle, h = feed_forward(ops, layer, residual, attend(0, layer.qkv(x)))
         if self._scalar is None:
             states, normed = ops.add_norm(middle, h, self._norm)
         else:

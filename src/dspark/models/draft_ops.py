@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.models.backbone import rotary_rates
 from dspark.models.decoder_config import DecoderConfig, Rope
 from dspark.models.drafter_shape import DrafterShape
+from dspark.models.lean_memory import LeanMemory
 from dspark.models.lean_weights import Layer, Weights
 from dspark.models.native import NativeOps, native_ops
 from dspark.models.norm import RMSNorm
@@ -97,3 +100,58 @@ class Angles:
             angles = torch.outer(torch.arange(max_len, dtype=torch.float64), rates)
             self._table = (angles.cos().float().to(self._device), angles.sin().float().to(self._device))
         return self._table
+
+
+def draft_columns(token_ids: Int[Tensor, "draft_vocab"], vocab_size: int) -> Int[Tensor, "vocab"]:
+    """The draft id of every target id, -1 outside the draft vocabulary; ``token_ids`` are the target ids of it."""
+    columns = torch.full((vocab_size,), -1, dtype=torch.long, device=token_ids.device)
+    columns[token_ids] = torch.arange(token_ids.shape[0], device=token_ids.device)
+    return columns
+
+
+class ContextWriter:
+    """Puts the keys and values of committed tokens into a drafter's memory, normed and rotated as attention wants them.
+
+    ``k_norms`` [layers, head_dim]: weights of the keys' norm, None without one; ``norms_values``: Gemma 4's style norms
+    values too, without a weight.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        k_norms: Float[Tensor, "layers head_dim"] | None,
+        *,
+        norms_values: bool,
+        angles: Angles,
+    ) -> None:
+        self._config, self._norms_values, self._angles = config, norms_values, angles
+        self._k_norms = None if k_norms is None else k_norms[:, None]
+
+    def write(
+        self,
+        memory: LeanMemory,
+        rows: Int[Tensor, "tokens"],
+        positions: Int[Tensor, "tokens"],
+        projected: Float[Tensor, "tokens width"],
+    ) -> None:
+        """Write tokens of any rows, in all layers at once; ``projected`` holds keys, then values, layer after layer.
+
+        ``rows`` and ``positions`` lie on the CPU. Mutates ``memory``, but not its lengths.
+        """
+        config = self._config
+        shape = (len(rows), config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        k, v = projected.view(shape).unbind(2)
+        if self._k_norms is not None:
+            k = self._norm(k) * self._k_norms
+        if self._norms_values:
+            v = self._norm(v)
+        table = self._angles(config.rope, memory.max_len)
+        cos, sin = (part[positions.to(part.device)].to(k.dtype)[:, None, None] for part in table)
+        left, right = k.chunk(2, -1)
+        states = torch.stack((torch.cat((left * cos - right * sin, right * cos + left * sin), -1), v), 2)
+        page, offset = memory.slots(rows, positions)
+        memory.both[:, :, page, :, offset] = states
+
+    def _norm(self, x: Tensor) -> Tensor:
+        """RMSNorm per head, without a weight."""
+        return F.rms_norm(x, x.shape[-1:], None, self._config.rms_eps)

@@ -1,6 +1,6 @@
-"""DSpark and DFlash in decoding: one parallel pass over the block, then the sequential stage, then the confidences.
+"""DSpark and DFlash in decoding: one parallel pass over the blocks, then the sequential stage, then the confidences.
 
-What it holds per request is a context cache of projected features only, one row of a :class:`LeanMemory`:
+What a drafter holds per request is a context cache of projected features only, a row of a :class:`LeanMemory`:
 
     | range of a request's cache      | owner                                                           |
     |---------------------------------|-----------------------------------------------------------------|
@@ -8,31 +8,45 @@ What it holds per request is a context cache of projected features only, one row
     | [length, length + block_inputs) | the block being drafted; the next `extend` overwrites it        |
 
 The anchor has no row: the target has not run it yet. Its position is ``length``. Between the products of a layer run
-the small operations of the lean decoder (:mod:`dspark.models.plain`, :mod:`dspark.models.native`). Source: DeepSpec
+the small operations of the lean decoder (:mod:`dspark.models.plain`, :mod:`dspark.models.native`). Blocks of any number
+of requests are drafted together (:meth:`DsparkDrafter.draft`); one request alone is the batch of one. Source: DeepSpec
 ``deepspec/eval/dspark/draft_ops.py``.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
+from dspark.errors import RequestError
 from dspark.maths.shaping import Shaper
 from dspark.models.backbone import DraftModel, GemmaDraftLayer
+from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk, stacked
 from dspark.models.checkpoint import check_fits
-from dspark.models.draft_ops import Angles, decoder_config, draft_native_ops, load_layers
+from dspark.models.draft_ops import (
+    Angles,
+    ContextWriter,
+    decoder_config,
+    draft_columns,
+    draft_native_ops,
+    load_layers,
+)
 from dspark.models.drafter import EMPTY
+from dspark.models.dspark_batch import DsparkBatch
+from dspark.models.layer import feed_forward
 from dspark.models.lean_memory import LeanMemory
 from dspark.models.linear import Linear
 from dspark.models.norm import RMSNorm
+from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
-from dspark.models.sequential import SequentialStage
+from dspark.models.sequential import BlockAsk, SequentialStage
 from dspark.models.target import Target
 
 
@@ -46,7 +60,7 @@ class DraftContext:
 
 
 class DsparkDrafter:
-    """DSpark or DFlash at batch size 1.
+    """DSpark or DFlash; the single-request form of the drafter protocol, and what its batched form is made of.
 
     ``candidates`` = M restricts each position's distribution to its M largest base logits: the sequential head corrects
     those alone and everything else has probability exactly zero. 0 is the full vocabulary, the paper's loop.
@@ -70,7 +84,7 @@ class DsparkDrafter:
         self._fast = draft_native_ops(config, self._decoder, self.dtype, self.device) if native else None
         self._angles = Angles(self.device)
         self._load(model, target)
-        ids = None if model.d2t is None else model.draft_token_ids()
+        ids = None if model.d2t is None else model.draft_token_ids().to(self.device)
         self._stage = SequentialStage(
             model.markov_head,
             ids,
@@ -79,10 +93,8 @@ class DsparkDrafter:
             device=self.device,
             native=native,
         )
-        self._columns: Tensor | None = None  # of the target's tokens in the drafter's logits
-        if ids is not None:
-            self._columns = torch.full((config.vocab_size,), -1, dtype=torch.long, device=self.device)
-            self._columns[ids.to(self.device)] = torch.arange(ids.shape[0], device=self.device)
+        # columns of the target's tokens in the drafter's logits
+        self._columns = None if ids is None else draft_columns(ids, config.vocab_size)
 
     @property
     def native(self) -> bool:
@@ -101,7 +113,9 @@ class DsparkDrafter:
         self._scalars = [float(layer.layer_scalar) if isinstance(layer, GemmaDraftLayer) else None for layer in layers]
         kv = [w for layer in layers for w in (layer.self_attn.k_proj, layer.self_attn.v_proj or layer.self_attn.k_proj)]
         self._context_kv = Linear(self._place(torch.cat([w.weight for w in kv])))
-        self._k_norms = torch.stack([self._place(layer.self_attn.k_norm.weight) for layer in layers])
+        k_norms = torch.stack([self._place(layer.self_attn.k_norm.weight) for layer in layers])
+        gemma = config.layer_style == "gemma4"
+        self._writer = ContextWriter(self._decoder, k_norms, norms_values=gemma, angles=self._angles)
         ids = model.draft_token_ids().to(self.device)
         self._head = Linear(self._place(target.head_weight().index_select(0, ids)))
         self._mask = target.embed(torch.tensor([config.mask_token_id], device=self.device)).to(self.dtype)
@@ -113,10 +127,28 @@ class DsparkDrafter:
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device, self.dtype).contiguous()
 
+    def batch_form(self, target: Target) -> BatchDrafter:
+        """Many requests over the shared pages; see :func:`dspark.models.batch_drafter.batched`."""
+        return DsparkBatch(self)
+
+    def room(self, max_len: int) -> int:
+        """Positions that a memory needs for requests of up to ``max_len`` tokens (cut at the drafter's own limit)."""
+        return min(max_len, self.config.max_position_embeddings) + self.config.block_inputs
+
+    def fits(self, length: int, memory: LeanMemory) -> bool:
+        """Whether a block has room after ``length`` tokens, in ``memory`` and in the drafter's own context."""
+        return length + self.config.block_inputs <= min(memory.max_len, self.config.max_position_embeddings)
+
     def open(self, *, max_len: int) -> DraftContext:
         """Context for a request of up to ``max_len`` tokens (cut at the drafter's own limit)."""
-        rows = min(max_len, self.config.max_position_embeddings) + self.config.block_inputs
+        rows = self.room(max_len)
         return DraftContext(LeanMemory(self._decoder, rows=1, max_len=rows, dtype=self.dtype, device=self.device))
+
+    def paged_memory(self, tables: PageTables, *, pages: int, max_len: int) -> PagedMemory:
+        """Context of all seats for requests of up to ``max_len`` tokens (cut at the drafter's own limit)."""
+        return PagedMemory(
+            self._decoder, tables, pages=pages, dtype=self.dtype, device=self.device, max_len=self.room(max_len)
+        )
 
     def mirror(self, state: DraftContext, shaper: Shaper) -> None:
         """Follow the request's penalties, biases and bans in the base logits: it can only help acceptance."""
@@ -130,88 +162,137 @@ class DsparkDrafter:
         Past the drafter's limit only the length is counted; proposals are empty from there on.
         """
         assert features is not None
-        count, config, start = features.shape[0], self.config, state.length
+        count, start = features.shape[0], state.length
         state.length += count
-        if state.length > state.memory.max_len - config.block_inputs:
+        if state.length > state.memory.max_len - self.config.block_inputs:
             return
         state.memory.lengths[0] = state.length
+        positions = torch.arange(start, start + count)
+        self.project(state.memory, torch.zeros_like(positions), positions, features)
+
+    def project(
+        self,
+        memory: LeanMemory,
+        rows: Int[Tensor, "tokens"],
+        positions: Int[Tensor, "tokens"],
+        features: Float[Tensor, "tokens features"],
+    ) -> None:
+        """Write the context of committed tokens at ``positions`` (on the CPU) of ``rows`` into ``memory``."""
         with torch.inference_mode():
             context = self._ops.norm(self._fc(features.to(self.dtype)), self._hidden_norm)
-            kv = self._context_kv(context).view(
-                count, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim
-            )
-            k, v = kv.permute(2, 1, 3, 0, 4)  # each [layers, kv_heads, new, head_dim]
-            k = self._heads_norm(k) * self._k_norms[:, None, None]
-            v = self._heads_norm(v) if config.layer_style == "gemma4" else v
-            table = self._angles(self._decoder.rope, state.memory.max_len)
-            cos, sin = (part[start : start + count].to(self.dtype) for part in table)
-            left, right = k.chunk(2, -1)
-            rows = state.memory.both[:, :, 0, :, start : start + count]  # [layers, 2, kv_heads, new, head_dim]
-            rows[:, 0] = torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
-            rows[:, 1] = v
+            self._writer.write(memory, rows, positions, self._context_kv(context))
 
     def propose(
         self, state: DraftContext, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
     ) -> Proposal:
-        """One block after ``anchor``, whose position is the context's length."""
-        room = min(state.memory.max_len, self.config.max_position_embeddings)
-        if limit < 1 or state.length + self.config.block_inputs > room:
-            return EMPTY
-        with torch.inference_mode():
-            hidden = self.backbone(state, anchor)[:limit]
-            base = self._head(hidden).float()
-            if cap := self.config.final_soft_cap:
-                base = cap * torch.tanh(base / cap)
-            if state.shaper is not None:
-                base = state.shaper.mirrored(base, self._columns)
-            begin = time.perf_counter()
-            drafted = self._stage.draft(base, hidden, anchor, sampling=sampling, generator=generator)
-            seconds = time.perf_counter() - begin
-            confidence = self._confidences(hidden, drafted.prev_ids)
-        return Proposal(drafted.token_ids, drafted.distribution, confidence, seconds)
+        """One block after ``anchor``, whose position is the context's length.
 
-    def backbone(self, state: DraftContext, anchor: int) -> Float[Tensor, "block hidden"]:
-        """h_k of every slot that predicts, after the last norm: the parallel stage."""
+        Raises :class:`RequestError` if a position's logits leave no token to draw.
+        """
+        if limit < 1 or not self.fits(state.length, state.memory):
+            return EMPTY
+        ask = DraftAsk(seat=0, anchor=anchor, sampling=sampling, generator=generator, limit=limit)
+        proposal = self.draft(state.memory, [ask], [state.shaper])
+        if not proposal.proposed[0]:
+            raise RequestError("the draft logits of a position leave no token to draw (check them for nan)")
+        return replace(proposal.of(0), sequential_seconds=proposal.sequential_seconds)
+
+    def draft(self, memory: LeanMemory, asks: Sequence[DraftAsk], shapers: Sequence[Shaper | None]) -> BatchProposal:
+        """A block for each ask after the context in row ``seat`` of ``memory``, where it fits (:meth:`fits`).
+
+        A request whose logits leave nothing to draw gets no drafts. Overwrites rows of ``memory`` past its lengths.
+        """
+        counts = np.array([min(ask.limit, self.block_size) for ask in asks])
+        inside = torch.from_numpy(np.arange(self.block_size) < counts[:, None])
+        with torch.inference_mode():
+            hidden = self.backbone(memory, [ask.seat for ask in asks], [ask.anchor for ask in asks])
+            hidden = hidden.flatten(0, 1) if bool(inside.all()) else hidden[inside.to(self.device)]
+            begin = time.perf_counter()
+            blocks = self._blocks(self.base_logits(hidden), counts.tolist(), asks, shapers)
+            drafted = self._stage.draft(blocks, hidden, block=self.block_size)
+            seconds = time.perf_counter() - begin
+            confidence = self._confidences(hidden, drafted.prev_ids, inside)
+        counts[sorted(drafted.failed)] = 0
+        return BatchProposal(
+            draft_tokens=drafted.token_ids,
+            proposed=counts,
+            certain=np.array([ask.sampling.greedy for ask in asks], dtype=np.bool_) | (counts == 0),
+            probs=drafted.probs,
+            support_ids=drafted.support_ids,
+            confidence=confidence,
+            sequential_seconds=seconds,
+        )
+
+    def nothing(self, requests: int) -> BatchProposal:
+        """A batch in which nobody gets a draft."""
+        return stacked(
+            [EMPTY] * requests,
+            block=self.block_size,
+            vocab_size=self.config.vocab_size,
+            has_confidence=self.has_confidence,
+            device=self.device,
+        )
+
+    def base_logits(self, hidden: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows draft_vocab"]:
+        """U of the head that is shared with the target, over the draft vocabulary; soft-cap applied."""
+        base = self._head(hidden)
+        if cap := self.config.final_soft_cap:
+            base = cap * torch.tanh(base.float() / cap)
+        return base
+
+    def _blocks(
+        self, base: Tensor, counts: Sequence[int], asks: Sequence[DraftAsk], shapers: Sequence[Shaper | None]
+    ) -> list[BlockAsk]:
+        """What the sequential stage is to draw: each request's base logits, under its own rules."""
+        parts = [
+            part if shaper is None else shaper.mirrored(part, self._columns)
+            for part, shaper in zip(base.split(list(counts)), shapers, strict=True)
+        ]
+        return [
+            BlockAsk(base=part, anchor=ask.anchor, sampling=ask.sampling, generator=ask.generator)
+            for part, ask in zip(parts, asks, strict=True)
+        ]
+
+    def backbone(
+        self, memory: LeanMemory, rows: Sequence[int], anchors: Sequence[int]
+    ) -> Float[Tensor, "requests block hidden"]:
+        """h_k of every slot that predicts, after the last norm: the parallel stage, a block in each of ``rows``."""
         ops, inputs = self._fast or self._ops, self.config.block_inputs
-        first = self._target.embed(torch.tensor([anchor], device=self.device)).to(self.dtype)
-        x = torch.cat((first, self._mask.expand(inputs - 1, -1)))
+        first = self._target.embed(torch.tensor(anchors, device=self.device)).to(self.dtype)
+        x = self._mask.repeat(len(rows) * inputs, 1)
+        x[::inputs] = first
         attend = ops.attention(
-            state.memory,
-            (0,),
-            (inputs,),
+            memory,
+            rows,
+            [inputs] * len(rows),
             self._layers,
-            lambda rope: self._angles(rope, state.memory.max_len),
+            lambda rope: self._angles(rope, memory.max_len),
             causal=False,
         )
         h = ops.norm(x, self._layers[0].input_norm)
         for i, layer in enumerate(self._layers):
-            h = layer.o(attend(i, layer.qkv(h)))
-            if layer.attention_out_norm is not None:
-                h = ops.norm(h, layer.attention_out_norm)
-            x, h = ops.add_norm(x, h, layer.feedforward_norm)
-            h = layer.down(ops.gate(layer.gate_up(h)))
-            if layer.feedforward_out_norm is not None:
-                h = ops.norm(h, layer.feedforward_out_norm)
+            x, h = feed_forward(ops, layer, x, attend(i, layer.qkv(h)))
             following = self._layers[i + 1].input_norm if i + 1 < len(self._layers) else self._norm
             if (scalar := self._scalars[i]) is None:
                 x, h = ops.add_norm(x, h, following)
             else:
                 x = (x + h) * scalar
                 h = ops.norm(x, following)
-        return h[inputs - self.block_size :]
-
-    def _heads_norm(self, x: Tensor) -> Tensor:
-        """RMSNorm per head, without a weight."""
-        return F.rms_norm(x, x.shape[-1:], None, self.config.rms_norm_eps)
+        return h.view(len(rows), inputs, -1)[:, inputs - self.block_size :]
 
     def _confidences(
-        self, hidden: Float[Tensor, "block hidden"], prev_ids: Int[Tensor, "block"]
-    ) -> Float[Tensor, "block"] | None:
-        """c_k = sigmoid(w . [h_k ; W1[x_{k-1}]] + b): of the prefix alone."""
+        self,
+        hidden: Float[Tensor, "rows hidden"],
+        prev_ids: Int[Tensor, "requests block"],
+        inside: Bool[Tensor, "requests block"],
+    ) -> Float[np.ndarray, "requests block"] | None:
+        """c_k = sigmoid(w . [h_k ; W1[x_{k-1}]] + b): of the prefix alone; 0 where not ``inside``."""
         if self._confidence is None:
             return None
         weight, bias = self._confidence
         inputs = hidden.float()
         if self.config.confidence_head_with_markov and self._stage.head is not None:
-            inputs = torch.cat((inputs, self._stage.head.embed(prev_ids)), 1)
-        return torch.sigmoid(inputs @ weight + bias)
+            inputs = torch.cat((inputs, self._stage.head.embed(prev_ids[inside.to(self.device)])), 1)
+        found = np.zeros(inside.shape, dtype=np.float32)
+        found[inside.numpy()] = torch.sigmoid(inputs @ weight + bias).cpu().numpy()
+        return found

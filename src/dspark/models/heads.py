@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+State = Float[Tensor, "blocks rank"] | None  # what a head remembers of a block's drafts; None: nothing, or nothing yet
+
 
 class SequentialHead(nn.Module):
     """What the heads have in common: W1 is read by ids of the target's vocabulary, W2 speaks the drafter's own.
@@ -47,9 +49,9 @@ class SequentialHead(nn.Module):
         raise NotImplementedError
 
     def step(
-        self, prev_id: int, hidden: Float[Tensor, "hidden"], state: Float[Tensor, "rank"] | None
-    ) -> tuple[Float[Tensor, "rank"], Float[Tensor, "rank"] | None]:
-        """Latent of one position, and the state for the next one; ``state`` is None at the first position.
+        self, prev_ids: Int[Tensor, "blocks"], hidden: Float[Tensor, "blocks hidden"], state: State
+    ) -> tuple[Float[Tensor, "blocks rank"], State]:
+        """Latents of one position of many blocks, and the state for the next one; ``state`` is None at the first.
 
         Heads without memory return None again.
         """
@@ -65,9 +67,9 @@ class VanillaMarkovHead(SequentialHead):
         return self.embed(prev_ids).to(hidden.dtype)
 
     def step(
-        self, prev_id: int, hidden: Float[Tensor, "hidden"], state: Float[Tensor, "rank"] | None
-    ) -> tuple[Float[Tensor, "rank"], Float[Tensor, "rank"] | None]:
-        return self.markov_w1.weight[prev_id].to(hidden.dtype), None
+        self, prev_ids: Int[Tensor, "blocks"], hidden: Float[Tensor, "blocks hidden"], state: State
+    ) -> tuple[Float[Tensor, "blocks rank"], State]:
+        return self.embed(prev_ids).to(hidden.dtype), None
 
 
 class GatedMarkovHead(SequentialHead):
@@ -84,10 +86,10 @@ class GatedMarkovHead(SequentialHead):
         return torch.sigmoid(_linear(torch.cat((hidden, e), -1), self.gate_proj)) * e
 
     def step(
-        self, prev_id: int, hidden: Float[Tensor, "hidden"], state: Float[Tensor, "rank"] | None
-    ) -> tuple[Float[Tensor, "rank"], Float[Tensor, "rank"] | None]:
-        e = self.markov_w1.weight[prev_id].to(hidden.dtype)
-        return torch.sigmoid(_linear(torch.cat((hidden, e)), self.gate_proj)) * e, None
+        self, prev_ids: Int[Tensor, "blocks"], hidden: Float[Tensor, "blocks hidden"], state: State
+    ) -> tuple[Float[Tensor, "blocks rank"], State]:
+        e = self.embed(prev_ids).to(hidden.dtype)
+        return torch.sigmoid(_linear(torch.cat((hidden, e), -1), self.gate_proj)) * e, None
 
 
 class RNNHead(SequentialHead):
@@ -112,11 +114,11 @@ class RNNHead(SequentialHead):
         return torch.stack(latents, 1)
 
     def step(
-        self, prev_id: int, hidden: Float[Tensor, "hidden"], state: Float[Tensor, "rank"] | None
-    ) -> tuple[Float[Tensor, "rank"], Float[Tensor, "rank"] | None]:
-        e = self.markov_w1.weight[prev_id].to(hidden.dtype)
+        self, prev_ids: Int[Tensor, "blocks"], hidden: Float[Tensor, "blocks hidden"], state: State
+    ) -> tuple[Float[Tensor, "blocks rank"], State]:
+        e = self.embed(prev_ids).to(hidden.dtype)
         state = torch.zeros_like(e) if state is None else state
-        return _advance(_linear(torch.cat((state, e, hidden)), self.joint_proj), state)
+        return _advance(_linear(torch.cat((state, e, hidden), -1), self.joint_proj), state)
 
 
 def _advance(joint: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

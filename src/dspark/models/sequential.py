@@ -1,9 +1,10 @@
 """The sequential stage of a draft: tokens drawn left to right from base logits that a head corrects (paper equation 4).
 
-Three equal forms. Over the full vocabulary, the paper's loop. Over candidates: only the M largest base logits of each
-position are corrected and all other tokens have probability exactly zero, which is as exact, because what is reported
-is what was drawn from. And the latter as one call of compiled C (``sequential.c``), where there is a compiler, the head
-is the vanilla one or none, and the request filters nothing; elsewhere the plain form serves, which is its reference.
+Blocks of many requests are drawn together; within each, left to right. Three equal forms. Over the full vocabulary, the
+paper's loop. Over candidates: only the M largest base logits of each position are corrected and all other tokens have
+probability exactly zero, which is as exact, because what is reported is what was drawn from. And the latter as one call
+of compiled C (``sequential.c``), where there is a compiler and the head is the vanilla one or none; elsewhere the plain
+form serves, which is its reference.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.core import DraftDistribution, SamplingParams
-from dspark.errors import ConfigError, RequestError
-from dspark.maths.sampling import draw, target_probs, uniforms
+from dspark.core import SamplingParams
+from dspark.errors import ConfigError
+from dspark.maths.sampling import TWO_LEVELS, blockwise_inverse_cdf, inverse_cdf, target_probs, uniforms
 from dspark.models.heads import SequentialHead, VanillaMarkovHead
 from dspark.models.native import compiled, native_wanted
 
@@ -29,12 +34,28 @@ _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafted:
-    """What the stage drew. All ids are the target's."""
+class BlockAsk:
+    """One block to draw."""
 
-    token_ids: Int[Tensor, "block"]
-    prev_ids: Int[Tensor, "block"]  # token before each: the anchor, then the drafts
-    distribution: DraftDistribution | None  # None: greedy
+    base: Float[Tensor, "block draft_vocab"]  # base logits of its positions; bfloat16 or float32
+    anchor: int
+    sampling: SamplingParams
+    generator: torch.Generator  # advanced by one uniform per draft; not at all by a greedy request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """What the stage drew, a row per request, as wide as the longest block asked for. All ids are the target's.
+
+    Entries behind a request's own block are 0, and so are all ids of a request that ``failed``, because a position's
+    logits left no token. ``probs`` are those of sampled requests; of greedy ones they say nothing.
+    """
+
+    token_ids: Int[Tensor, "requests block"]
+    prev_ids: Int[Tensor, "requests block"]  # token before each: the anchor, then the drafts
+    probs: Float[Tensor, "requests block support"] | None  # None: all are greedy
+    support_ids: Int[Tensor, "requests block support"] | None  # None: the target's vocabulary in order
+    failed: frozenset[int]  # requests
 
 
 class SequentialStage:
@@ -59,6 +80,7 @@ class SequentialStage:
         self.head = None if head is None else copy.deepcopy(head).requires_grad_(False).to(device, torch.float32)
         self.candidates = 0 if candidates >= width else candidates  # as many as tokens: nothing is left out
         self.device = device
+        self._width = width
         self._token_ids = None if token_ids is None else token_ids.to(device).contiguous()
         fused = (
             native and self.candidates and device.type == "cpu" and type(self.head) in (VanillaMarkovHead, type(None))
@@ -67,97 +89,174 @@ class SequentialStage:
 
     @property
     def native(self) -> bool:
-        """Whether requests without filters are drafted by compiled code."""
+        """Whether blocks are drafted by compiled code."""
         return self._library is not None
 
     def draft(
-        self,
-        base: Float[Tensor, "block draft_vocab"],
-        hidden: Float[Tensor, "block hidden"],
-        anchor: int,
-        *,
-        sampling: SamplingParams,
-        generator: torch.Generator,
+        self, asks: Sequence[BlockAsk], hidden: Float[Tensor, "rows hidden"], *, block: int | None = None
     ) -> Drafted:
-        """Draw a block after ``anchor`` from fp32 ``base`` logits; advances ``generator`` by one uniform per draft.
+        """Draw a block of one position or more for each ask; ``hidden`` holds their states one after the other.
 
-        Greedy requests draw nothing. Raises :class:`RequestError` if a position's logits leave no token.
+        ``block``: width of the result, the longest block by default. Draws one uniform per draft of a sampled request
+        from its own generator, whatever the others ask.
         """
-        filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-        if self._library is not None and (sampling.greedy or not filters):
-            return self._fused(self._library, base, anchor, sampling, generator)
-        return self._plain(base, hidden, anchor, sampling, generator)
+        block = max((len(ask.base) for ask in asks), default=0) if block is None else block
+        shares = torch.zeros(len(asks), block, dtype=torch.float64)
+        for i, ask in enumerate(asks):
+            if not ask.sampling.greedy:
+                shares[i, : len(ask.base)] = uniforms(len(ask.base), ask.generator)
+        if self._library is not None:
+            return self._fused(self._library, asks, shares)
+        return self._plain(asks, hidden, shares.to(self.device))
 
-    def _plain(
-        self,
-        base: Float[Tensor, "block draft_vocab"],
-        hidden: Float[Tensor, "block hidden"],
-        anchor: int,
-        sampling: SamplingParams,
-        generator: torch.Generator,
-    ) -> Drafted:
-        """The loop of the paper, over the full vocabulary or over candidates."""
+    def _plain(self, asks: Sequence[BlockAsk], hidden: Tensor, shares: Float[Tensor, "requests block"]) -> Drafted:
+        """The loop of the paper, over the full vocabulary or over candidates, a position of all blocks at a time.
+
+        Behind its own end a block goes on with its last position, for nothing.
+        """
+        if not asks:
+            return self._drafted(asks, torch.zeros(0, shares.shape[1] + 1, dtype=torch.long), None, None, set())
+        counts = torch.tensor([len(ask.base) for ask in asks], device=self.device)
+        base = torch.cat([ask.base.float() for ask in asks])
         columns = support = None
         if self.candidates:
             base, columns = base.topk(self.candidates, -1)
             support = columns if self._token_ids is None else self._token_ids[columns]
         elif self._token_ids is not None:
             support = self._token_ids.expand(base.shape)
-        tokens, rows, state = [anchor], [], None
-        for k in range(base.shape[0]):
-            logits = base[k]
+        ids, probs, supports = [torch.tensor([ask.anchor for ask in asks], device=self.device)], [], []
+        failed, state, greedy = set[int](), None, all(ask.sampling.greedy for ask in asks)
+        for k in range(int(counts.max())):
+            rows = counts.cumsum(0) - counts + (counts - 1).clamp(max=k)
+            logits = base[rows]
             if self.head is not None:
-                latent, state = self.head.step(tokens[-1], hidden[k].float(), state)
-                w2 = self.head.markov_w2.weight
-                logits = torch.addmv(logits, w2 if columns is None else w2[columns[k]], latent)
-            if sampling.greedy:
-                place = int(logits.argmax())
+                latents, state = self.head.step(ids[-1], hidden[rows].float(), state)
+                logits = logits + self._bias(latents, None if columns is None else columns[rows])
+            if greedy:
+                places = logits.argmax(1)
             else:
-                rows.append(target_probs(logits[None], sampling)[0])
-                place = draw(rows[-1], generator)
-            tokens.append(place if support is None else int(support[k, place]))
-        ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
-        distribution = DraftDistribution(torch.stack(rows), support) if rows else None
-        return Drafted(token_ids=ids[1:], prev_ids=ids[:-1], distribution=distribution)
+                probs.append(self._weights(logits, asks, failed))
+                places = _invert(probs[-1], shares[:, k])
+            supports.append(places if support is None else support[rows])
+            ids.append(places if support is None else supports[-1].gather(1, places[:, None])[:, 0])
+        missing = shares.shape[1] + 1 - len(ids)
+        ids += [torch.zeros_like(ids[0])] * missing
+        if greedy:
+            return self._drafted(asks, torch.stack(ids, 1), None, None, failed)
+        padding = (0, 0, 0, missing)
+        held = None if support is None else F.pad(torch.stack(supports, 1), padding)
+        return self._drafted(asks, torch.stack(ids, 1), F.pad(torch.stack(probs, 1), padding), held, failed)
+
+    def _bias(
+        self, latents: Float[Tensor, "requests rank"], columns: Int[Tensor, "requests candidates"] | None
+    ) -> Float[Tensor, "requests support"]:
+        """W2 @ latent over the draft vocabulary, or over ``columns`` of it."""
+        assert self.head is not None
+        if columns is None:
+            return self.head.bias(latents)
+        return (self.head.markov_w2.weight[columns] @ latents[:, :, None]).squeeze(-1)
+
+    def _weights(
+        self, logits: Float[Tensor, "requests support"], asks: Sequence[BlockAsk], failed: set[int]
+    ) -> Float[Tensor, "requests support"]:
+        """Each request's distribution of its next draft; notes in ``failed`` which have none."""
+        sampled = torch.tensor([not ask.sampling.greedy for ask in asks], device=self.device)
+        empty = sampled & ~logits.amax(1).isfinite()  # nan is the largest of all
+        if bool(empty.any()):
+            failed.update(empty.nonzero()[:, 0].tolist())
+            logits = logits.masked_fill(empty[:, None], 0.0)
+        weights = torch.empty_like(logits)
+        order = sorted(range(len(asks)), key=lambda i: _filters(asks[i].sampling))
+        for _, group in groupby(order, key=lambda i: _filters(asks[i].sampling)):
+            members = list(group)
+            weights[members] = target_probs(logits[members], asks[members[0]].sampling)
+        return weights
 
     def _fused(
-        self,
-        library: ctypes.CDLL,
-        base: Float[Tensor, "block draft_vocab"],
-        anchor: int,
-        sampling: SamplingParams,
-        generator: torch.Generator,
+        self, library: ctypes.CDLL, asks: Sequence[BlockAsk], shares: Float[Tensor, "requests block"]
     ) -> Drafted:
         """The same over candidates, in one call."""
-        base, block = base.contiguous(), base.shape[0]
-        shape = (block, self.candidates)
-        support, probs = torch.empty(shape, dtype=torch.long), torch.empty(shape)
-        ids = torch.empty(block + 1, dtype=torch.long)
-        ids[0] = anchor
-        shares = None if sampling.greedy else uniforms(block, generator).to(self.device)
-        call = _Sequential(block=block, width=base.shape[1], candidates=self.candidates, anchor=anchor)
-        call.base, call.support, call.probs = base.data_ptr(), support.data_ptr(), probs.data_ptr()
-        call.tokens, call.temperature = ids[1:].data_ptr(), sampling.temperature
+        count, block = shares.shape
+        bases = [ask.base.contiguous() for ask in asks]
+        table = np.zeros(count, dtype=_REQUEST)
+        table["base"] = [base.data_ptr() for base in bases]
+        table["half"] = [base.dtype == torch.bfloat16 for base in bases]
+        table["count"] = [len(base) for base in bases]
+        table["anchor"] = [ask.anchor for ask in asks]
+        table["temperature"] = [0.0 if ask.sampling.greedy else ask.sampling.temperature for ask in asks]
+        for name in ("top_p", "min_p", "top_k"):
+            table[name] = [getattr(ask.sampling, name) for ask in asks]
+        shape = (count, block, self.candidates)
+        support, probs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        ids = torch.zeros(count, block, dtype=torch.long)
+        call = _Sequential(count=count, block=block, width=self._width, candidates=self.candidates)
+        call.requests, call.uniforms = table.ctypes.data, shares.data_ptr()
+        call.support, call.probs, call.tokens = support.data_ptr(), probs.data_ptr(), ids.data_ptr()
         call.names = None if self._token_ids is None else self._token_ids.data_ptr()
-        call.uniforms = None if shares is None else shares.data_ptr()
         if self.head is not None:
             w1, w2 = self.head.markov_w1.weight, self.head.markov_w2.weight
             call.w1, call.w2, call.rank = w1.data_ptr(), w2.data_ptr(), w1.shape[1]
-        if error := library.draft(ctypes.byref(call)):
-            if error == 1:
-                raise MemoryError("no memory to choose candidates; lower candidates or block_size")
-            raise RequestError("the draft logits of a position leave no token to draw (check them for nan)")
-        distribution = None if sampling.greedy else DraftDistribution(probs, support)
-        return Drafted(token_ids=ids[1:], prev_ids=ids[:-1], distribution=distribution)
+        if library.draft(ctypes.byref(call)):
+            raise MemoryError("no memory to choose candidates; lower candidates or block_size")
+        anchors = torch.from_numpy(table["anchor"].copy())[:, None]
+        failed = set(table["failed"].nonzero()[0].tolist())
+        if all(ask.sampling.greedy for ask in asks):
+            return self._drafted(asks, torch.cat((anchors, ids), 1), None, None, failed)
+        return self._drafted(asks, torch.cat((anchors, ids), 1), probs, support, failed)
+
+    def _drafted(
+        self,
+        asks: Sequence[BlockAsk],
+        ids: Int[Tensor, "requests block_plus_1"],  # the anchor first
+        probs: Tensor | None,
+        support: Tensor | None,
+        failed: set[int],
+    ) -> Drafted:
+        """The result, with nothing behind the blocks and nothing of those that failed."""
+        counts = torch.tensor([len(ask.base) for ask in asks], dtype=torch.long, device=ids.device)[:, None]
+        counts[sorted(failed)] = 0
+        inside = torch.arange(ids.shape[1] - 1, device=ids.device) < counts
+        return Drafted(
+            token_ids=ids[:, 1:] * inside,
+            prev_ids=ids[:, :-1] * inside,
+            probs=probs,
+            support_ids=support,
+            failed=frozenset(failed),
+        )
+
+
+def _filters(sampling: SamplingParams) -> tuple[float, int, float, float]:
+    """All that a draft's distribution depends on beside its logits."""
+    return (0.0 if sampling.greedy else sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+
+
+def _invert(weights: Float[Tensor, "requests support"], shares: Float[Tensor, "requests"]) -> Int[Tensor, "requests"]:
+    """The drawn places, as :func:`dspark.maths.sampling.draw` finds them."""
+    return (blockwise_inverse_cdf if weights.shape[1] >= TWO_LEVELS else inverse_cdf)(weights, shares)
+
+
+_REQUEST = np.dtype(  # `struct request` of sequential.c, field by field
+    [
+        ("base", np.uint64),
+        ("half", np.int64),
+        ("count", np.int64),
+        ("anchor", np.int64),
+        ("top_p", np.float64),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int64),
+        ("failed", np.int64),
+    ],
+    align=True,
+)
 
 
 class _Sequential(ctypes.Structure):
     """``struct sequential`` of sequential.c, field by field."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("base", "w1", "w2", "names", "uniforms", "support", "probs", "tokens")),
-        *((name, _int64) for name in ("block", "width", "rank", "candidates", "anchor")),
-        ("temperature", ctypes.c_float),
+        *((name, _pointer) for name in ("requests", "w1", "w2", "names", "uniforms", "support", "probs", "tokens")),
+        *((name, _int64) for name in ("count", "block", "width", "rank", "candidates")),
     )
 
 

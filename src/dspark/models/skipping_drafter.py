@@ -1,7 +1,8 @@
-"""A drafter that sits rounds out while its drafts keep dying, for the loop at batch size 1."""
+"""A drafter that sits rounds out while its drafts keep dying: for one request, and for each of many."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +13,38 @@ from torch import Tensor
 from dspark.core import Proposal, SamplingParams
 from dspark.maths.shaping import Shaper
 from dspark.maths.skipping import RequestSkip, SkipPolicy, after_round, open_request
+from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk, batched
 from dspark.models.drafter import EMPTY, Drafter, MirrorsShaping
+from dspark.models.paged_memory import PageTables
+from dspark.models.target import Target
+
+
+@dataclass
+class Rounds:
+    """What a request's rounds have come to so far."""
+
+    skip: RequestSkip
+    round_open: bool = False  # a proposal was asked for and its outcome is not in yet
+    drafted: bool = False  # that proposal was made, not sat out
+
+    def ask(self) -> bool:
+        """A round opens: whether to draft in it."""
+        self.round_open, self.drafted = True, False
+        return self.skip.drafts
+
+    def note(self, tokens: int, policy: SkipPolicy) -> None:
+        """``tokens`` were committed; the first after a proposal are the anchor and the drafts that stood."""
+        if self.round_open:
+            self.skip = after_round(self.skip, policy, accepted=tokens - 1 if self.drafted else None)
+            self.round_open = False
 
 
 @dataclass
 class SkippingContext:
-    """The inner drafter's state, and what the request's rounds have come to so far."""
+    """The inner drafter's state, and the request's rounds."""
 
     inner: Any  # the inner drafter's own type
-    skip: RequestSkip
-    round_open: bool = False  # a proposal was asked for and its outcome is not in yet
-    drafted: bool = False  # that proposal was made, not sat out
+    rounds: Rounds
 
 
 class SkippingDrafter:
@@ -38,7 +60,7 @@ class SkippingDrafter:
         self.block_size, self.taps, self.has_confidence = inner.block_size, inner.taps, inner.has_confidence
 
     def open(self, *, max_len: int) -> SkippingContext:
-        return SkippingContext(self.inner.open(max_len=max_len), open_request(self.policy))
+        return SkippingContext(self.inner.open(max_len=max_len), Rounds(open_request(self.policy)))
 
     def mirror(self, state: SkippingContext, shaper: Shaper) -> None:
         """Let the inner drafter follow the request's rules if it can."""
@@ -48,19 +70,67 @@ class SkippingDrafter:
     def extend(
         self, state: SkippingContext, token_ids: Int[Tensor, "new"], features: Float[Tensor, "new features"] | None
     ) -> None:
-        if state.round_open:
-            accepted = token_ids.shape[0] - 1 if state.drafted else None
-            state.skip = after_round(state.skip, self.policy, accepted=accepted)
-            state.round_open = False
+        state.rounds.note(token_ids.shape[0], self.policy)
         self.inner.extend(state.inner, token_ids, features)
 
     def propose(
         self, state: SkippingContext, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
     ) -> Proposal:
         """The inner drafter's proposal, or none in a pause."""
-        state.round_open, state.drafted = True, False
-        if not state.skip.drafts:
+        if not state.rounds.ask():
             return EMPTY
         proposal = self.inner.propose(state.inner, anchor, sampling=sampling, generator=generator, limit=limit)
-        state.drafted = proposal.block > 0  # an n-gram that found nothing cost nothing and says nothing
+        state.rounds.drafted = proposal.block > 0  # an n-gram that found nothing cost nothing and says nothing
         return proposal
+
+    def batch_form(self, target: Target) -> BatchDrafter:
+        """Many requests, each with pauses of its own, over the inner drafter's batched form."""
+        return SkippingBatch(batched(self.inner, target), self.policy)
+
+
+class SkippingBatch:
+    """A batched ``inner`` under a :class:`SkipPolicy`: who pauses is left out of the pass."""
+
+    def __init__(self, inner: BatchDrafter, policy: SkipPolicy) -> None:
+        self.inner, self.policy = inner, policy
+        self.name = f"{inner.name}, skipping"
+        self.block_size, self.taps, self.has_confidence = inner.block_size, inner.taps, inner.has_confidence
+        self._rounds: dict[int, Rounds] = {}
+
+    def attach(self, tables: PageTables, *, pages: int, max_len: int) -> None:
+        """See :meth:`BatchDrafter.attach`."""
+        self.inner.attach(tables, pages=pages, max_len=max_len)
+
+    def open(self, seat: int, *, shaper: Shaper | None) -> None:
+        """See :meth:`BatchDrafter.open`."""
+        self.inner.open(seat, shaper=shaper)
+        self._rounds[seat] = Rounds(open_request(self.policy))
+
+    def resume(self, seat: int, token_ids: Sequence[int]) -> None:
+        """See :meth:`BatchDrafter.resume`."""
+        self.inner.resume(seat, token_ids)
+
+    def extend(
+        self,
+        seats: Sequence[int],
+        counts: Sequence[int],
+        token_ids: Int[Tensor, "tokens"],
+        features: Float[Tensor, "tokens features"] | None,
+    ) -> None:
+        """See :meth:`BatchDrafter.extend`."""
+        for seat, count in zip(seats, counts, strict=True):
+            self._rounds[seat].note(count, self.policy)
+        self.inner.extend(seats, counts, token_ids, features)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> BatchProposal:
+        """The inner drafter's proposals for those who do not pause."""
+        places = [i for i, ask in enumerate(asks) if self._rounds[ask.seat].ask()]
+        proposal = self.inner.propose([asks[i] for i in places])
+        for i, count in zip(places, proposal.proposed, strict=True):
+            self._rounds[asks[i].seat].drafted = bool(count)
+        return proposal.spread(places, len(asks))
+
+    def close(self, seat: int) -> None:
+        """See :meth:`BatchDrafter.close`."""
+        self.inner.close(seat)
+        del self._rounds[seat]
