@@ -111,6 +111,7 @@ class LaggedBatch:
         self.sps = sps
         self._guess = np.full(block_size, guess).cumprod()
         self._past: deque[_Past] = deque(maxlen=self.LAG)
+        self._foreseen: tuple[Int[np.ndarray, "requests"], int] | None = None
 
     def capacity(
         self, request_ids: Int[np.ndarray, "requests"], sps: Float[np.ndarray, "max_tokens_plus_1"] | None = None
@@ -123,13 +124,23 @@ class LaggedBatch:
             return rules.best_capacity(past.ordered, sps, requests)
         return rules.choose_capacity(self._known(past, request_ids), sps, requests)
 
+    def foresee(
+        self, request_ids: Int[np.ndarray, "requests"], sps: Float[np.ndarray, "max_tokens_plus_1"] | None = None
+    ) -> None:
+        """Settle the next step's size now, before its drafts exist; it holds if the step has these very requests."""
+        self._foreseen = (request_ids, self.capacity(request_ids, sps))
+
     def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
         if drafts.confidence.shape[1] != len(self._guess):
             raise ScheduleError(
                 f"confidence has {drafts.confidence.shape[1]} positions; this scheduler was made for block_size "
                 f"{len(self._guess)}"
             )
-        capacity = self.capacity(drafts.request_ids, drafts.sps)
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and np.array_equal(foreseen[0], drafts.request_ids):
+            capacity = foreseen[1]
+        else:
+            capacity = self.capacity(drafts.request_ids, drafts.sps)
         survival = rules.survivals(drafts.confidence)
         ordered = rules.descending(survival)
         self._past.append(_Past(drafts.request_ids, survival, ordered))

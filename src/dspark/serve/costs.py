@@ -47,14 +47,14 @@ def measure_costs(target: Target, drafter: BatchDrafter, roster: Roster, *, pref
     most = seats * (1 + block) + prefill_tokens
     bench = _Bench(target, drafter, roster, most_tokens=most)
     try:
-        passes = {size: bench.time_pass(size) for size in _sizes(min(most, bench.room))}
+        passes = _rising({size: bench.time_pass(size) for size in _sizes(min(most, bench.room))})
         drafts: dict[int, float] = {}
         depths: dict[int, float] = {}
         if block:
-            drafts = {count: bench.time_draft(count, block) for count in _sizes(bench.seats)}
+            drafts = _rising({count: bench.time_draft(count, block) for count in _sizes(bench.seats)})
             whole = drafts[bench.seats]
-            depths = {depth: bench.time_draft(bench.seats, depth) / whole for depth in _sizes(block)[:-1]}
-            depths[block] = 1.0
+            seconds = {depth: bench.time_draft(bench.seats, depth) for depth in _sizes(block)[:-1]}
+            depths = {depth: each / whole for depth, each in _rising({**seconds, block: whole}).items()}
     finally:
         bench.close()
     return step_costs(
@@ -76,6 +76,14 @@ def _sizes(most: int) -> list[int]:
         sizes |= {power, power * 3 // 2} if power > 2 else {power}
         power *= 2
     return sorted(size for size in sizes if size <= most)
+
+
+def _rising(points: dict[int, float]) -> dict[int, float]:
+    """``points`` without what only noise can say: that a larger size takes less time than a smaller one."""
+    least, rising = float("inf"), {}
+    for size in sorted(points, reverse=True):
+        least = rising[size] = min(least, points[size])
+    return rising
 
 
 class _Bench:

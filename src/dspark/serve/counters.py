@@ -30,11 +30,11 @@ class Counters:
         for totals, numbers in ((self.proposed, proposed), (self.verified, verified), (self.accepted, accepted)):
             totals += np.bincount(np.asarray(numbers, dtype=np.int64), minlength=len(totals))
 
-    def stats(self, roster: Roster) -> EngineStats:
-        """A picture of now."""
+    def stats(self, roster: Roster, *, entering: int = 0) -> EngineStats:
+        """A picture of now; ``entering`` requests are about to wait."""
         return EngineStats(
             running=len(roster.running),
-            waiting=len(roster.waiting),
+            waiting=len(roster.waiting) + entering,
             seats=roster.tables.seats,
             pages_used=roster.pages.used,
             pages_cached=roster.pages.idle,

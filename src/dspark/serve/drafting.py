@@ -163,6 +163,15 @@ class DraftPlanner:
             if count:
                 plan.drafts[flights[i].number] = (row, drafts[row][:count], int(plan.verify_lens[i]))
 
+    def foresee(self, flights: Sequence[Flight]) -> None:
+        """During a pass: let a scheduler that can settle the next step's size, should it be of these requests."""
+        if not flights or self.costs is None or not isinstance(self.scheduler, LaggedBatch):
+            return
+        context = sum(len(flight.ids) for flight in flights) / len(flights)
+        spent = self.costs.drafting(len(flights), self._block)
+        sps = self.costs.sps(context=context, other_tokens=0, draft_seconds=spent)
+        self.scheduler.foresee(np.array([flight.number for flight in flights], dtype=np.int64), sps)
+
     def observe(self, plan: Drafting, accepted: dict[int, int]) -> None:
         """Take in a committed step: accepted drafts by request number, of those whose round was committed."""
         if not self.drafts:

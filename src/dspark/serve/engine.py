@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,14 +60,16 @@ class Engine:
         self.drafter = batched(NoDrafter() if self.config.scheduler == "none" else drafter, target)
         self.max_len = min(self.config.max_len or target.info.max_len, target.info.max_len)
         self.roster = make_roster(target, self.drafter, self.config, max_len=self.max_len)
-        if costs is None and (self.config.gated or self.config.scheduler in ("greedy", "lagged")):
+        if costs is None and self.config.weighs_costs:
             from dspark.serve.costs import measure_costs  # late: it drives an engine's parts
 
             costs = measure_costs(target, self.drafter, self.roster, prefill_tokens=self.config.prefill_tokens)
         self.planner = make_planner(self.drafter, self.config, costs=costs, confidences=confidences)
         self.counters = Counters(self.drafter.block_size)
         self._by_id: dict[str, Flight] = {}
+        self._outcomes: list[Outcome] = []  # committed and not yet told
         self._untold: list[Outcome] = []  # of requests that ended outside a step's commit
+        self._unsound: list[tuple[Flight, Exception]] = []  # whose text could not be told
         self._next_number = 0
         self._closed = False
 
@@ -79,16 +81,21 @@ class Engine:
         Raises :class:`RequestError` for one that cannot be done or whose id is in use, :class:`QueueFull` when as many
         wait as may, :class:`EngineClosed` after :meth:`close`.
         """
+        self.check_queue()
+        self.enter(self.open(request))
+
+    def check_queue(self, *, entering: int = 0) -> None:
+        """Raise if one more request may not wait now, ``entering`` others being about to."""
         if self._closed:
             raise EngineClosed("the engine is closed; make another")
-        if request.request_id in self._by_id:
-            raise RequestError(f"request_id is {request.request_id!r}, which is in flight; choose another")
         free = self.config.seats - len(self.roster.running)
-        if len(self.roster.waiting) >= self.config.max_waiting + free:
-            raise QueueFull(f"{len(self.roster.waiting)} requests wait and no more may; try again later")
+        if len(self.roster.waiting) + entering >= self.config.max_waiting + free:
+            raise QueueFull(f"{len(self.roster.waiting) + entering} requests wait and no more may; try again later")
+
+    def open(self, request: GenerationRequest) -> Flight:
+        """Check a request against the model and this engine's memory; changes nothing, so any thread may ask."""
         flight = open_flight(
             request,
-            number=self._next_number,
             info=self.target.info,
             max_len=self.max_len,
             page_size=self.roster.pages.page_size,
@@ -100,8 +107,15 @@ class Engine:
                 f"prompt and output may take {flight.room} tokens, {needed} pages, and there are "
                 f"{self.roster.pages.pages}; lower max_new_tokens, or raise the engine's memory"
             )
-        self._next_number += 1
-        self._by_id[request.request_id] = flight
+        return flight
+
+    def enter(self, flight: Flight) -> None:
+        """Let an opened request wait behind all others."""
+        request_id = flight.request.request_id
+        if request_id in self._by_id:
+            raise RequestError(f"request_id is {request_id!r}, which is in flight; choose another")
+        flight.number, self._next_number = self._next_number, self._next_number + 1
+        self._by_id[request_id] = flight
         self.roster.waiting.append(flight)
 
     def cancel(self, request_id: str) -> bool:
@@ -116,11 +130,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do or tell anything."""
-        return bool(self.roster.running or self.roster.waiting or self._untold)
+        return bool(self.roster.running or self.roster.waiting or self._outcomes or self._untold)
 
-    def stats(self) -> EngineStats:
-        """Counts and the state of seats and pages."""
-        return self.counters.stats(self.roster)
+    def stats(self, *, entering: int = 0) -> EngineStats:
+        """Counts and the state of seats and pages; ``entering`` requests are about to wait."""
+        return self.counters.stats(self.roster, entering=entering)
 
     def close(self) -> None:
         """Cancel everything; the engine takes no more requests. What is left to tell comes with one last step."""
@@ -130,22 +144,39 @@ class Engine:
 
     # --- the step ----------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[StepEvent]:
-        """Admit, draft, schedule, verify, commit; what it brought each request.
+    def step(self, early: Callable[[list[StepEvent]], None] | None = None) -> list[StepEvent]:
+        """Admit, draft, schedule, verify, commit; what it brought each request. ``early`` is for loops that have
+        something to tell before a step has ended; this one has not.
 
         An error that belongs to one request ends that one; any other ends all that were in the pass. The engine can go
         on in either case.
         """
         step = self._prepared()
-        outcomes: list[Outcome] = []
         if step is not None:
             batch = step.lay_out()
-            outcomes = self._finish(step, batch, self._run(batch))
-        return [outcome.event() for outcome in [*self._told(), *outcomes]]
+            self._outcomes += self._finish(step, batch, self._run(batch))
+        events = self._tell()
+        self._settle()
+        return events
 
-    def _told(self) -> list[Outcome]:
-        untold, self._untold = self._untold, []
-        return untold
+    def _tell(self) -> list[StepEvent]:
+        """Events of what is untold: what steps committed, and then who ended otherwise."""
+        outcomes, self._outcomes, self._untold = [*self._outcomes, *self._untold], [], []
+        events: list[StepEvent] = []
+        for outcome in outcomes:
+            try:
+                events.append(outcome.event())
+            except Exception as error:
+                outcome.text = ""
+                events.append(outcome.event())
+                self._unsound.append((outcome.flight, error))
+        return events
+
+    def _settle(self) -> None:
+        """End requests whose text could not be told; not during a pass."""
+        unsound, self._unsound = self._unsound, []
+        for flight, error in unsound:
+            self._fail(flight, error)
 
     def _prepared(self) -> Step | None:
         """Everything before the target's pass; None if there is nothing to run, or nothing is left after an error."""

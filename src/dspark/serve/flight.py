@@ -30,7 +30,6 @@ class Flight:
     """
 
     request: GenerationRequest
-    number: int  # of arrival; lower is older
     ids: list[int]  # prompt, then output
     prompt_len: int
     room: int  # most tokens of prompt and output together
@@ -39,6 +38,7 @@ class Flight:
     shaper: Shaper | None  # penalties, biases, bans and grammar; None where no rule looks at the text before a position
     text: AnswerText | None  # None without a tokenizer
     keys: PrefixKeys
+    number: int = -1  # of arrival; lower is older
     seat: int = -1  # -1: waiting
     page_ids: list[int] = field(default_factory=list)
     computed: int = 0
@@ -82,7 +82,6 @@ class Flight:
 def open_flight(
     request: GenerationRequest,
     *,
-    number: int,
     info: TargetInfo,
     max_len: int,
     page_size: int,
@@ -112,7 +111,6 @@ def open_flight(
         text = AnswerText(chat, stop=request.stop, skip_special_tokens=request.skip_special_tokens)
     return Flight(
         request=request,
-        number=number,
         ids=list(prompt),
         prompt_len=len(prompt),
         room=min(len(prompt) + request.max_new_tokens, max_len),

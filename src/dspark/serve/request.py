@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from dspark.core import SamplingParams
 from dspark.errors import RequestError
 
@@ -51,3 +53,12 @@ class GenerationRequest:
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise RequestError(f"a stop string has {len(text)} characters; give 1 to {MAX_STOP_CHARS}")
+
+
+def seed_of_answer(seed: int, i: int) -> int:
+    """Seed of the ``i``-th of several answers to one request: ``seed`` itself for the first, unrelated ones after it,
+    so that they do not meet the answers of a request whose seed is one more."""
+    if i == 0:
+        return seed
+    high, low = np.random.SeedSequence((seed % 2**128, i)).generate_state(2, np.uint64).tolist()
+    return int(high) << 64 | int(low)

@@ -52,3 +52,8 @@ class EngineConfig:
     def gated(self) -> bool:
         """Whether drafting is left out where it does not pay."""
         return self.scheduler in ("greedy", "lagged") if self.draft_gate is None else self.draft_gate
+
+    @property
+    def weighs_costs(self) -> bool:
+        """Whether measured costs of a step are looked at."""
+        return self.gated or self.scheduler in ("greedy", "lagged")

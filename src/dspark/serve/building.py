@@ -1,0 +1,116 @@
+"""From a loaded bundle to an engine, with the calibration and the profile that belong to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from dspark.bundle import Bundle
+from dspark.core import SamplingParams
+from dspark.errors import ConfigError, DataError
+from dspark.maths.step_costs import StepCosts
+from dspark.schedule_files import (
+    CALIBRATION_NAME,
+    PROFILE_NAME,
+    Calibration,
+    Profile,
+    Setting,
+    drafter_fingerprint,
+    folder_fingerprint,
+)
+from dspark.serve.confidences import Confidences
+from dspark.serve.costs import costs_of
+from dspark.serve.engine import Engine
+from dspark.serve.overlapped import OverlappedEngine
+from dspark.serve.settings import EngineConfig
+
+Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
+
+
+def build_engine(
+    bundle: Bundle,
+    config: EngineConfig,
+    *,
+    calibrations: tuple[Path, ...] = (),
+    profile: Path | None = None,
+) -> Engine:
+    """An engine for ``bundle``: overlapped if ``config`` says so, else the plain loop.
+
+    ``calibrations``: files of `dspark calibrate`, at most one of a greedy and one of a sampled run; ``profile``: a
+    file of `dspark profile`. Without them those in the drafter's own folder are taken where they fit (one that does
+    not is left aside with a warning), and without a profile the engine measures its costs, a matter of seconds. Raises
+    :class:`ConfigError` for a given file that was made for something else.
+    """
+    kind = OverlappedEngine if config.overlap else Engine
+    return kind(
+        bundle.target,
+        bundle.drafter,
+        config=config,
+        chat=bundle.chat,
+        costs=_costs(bundle, config, profile),
+        confidences=_confidences(bundle, config, calibrations),
+    )
+
+
+def _costs(bundle: Bundle, config: EngineConfig, path: Path | None) -> StepCosts | None:
+    if not config.weighs_costs:
+        if path is not None:
+            raise ConfigError(f"profile is given, which the {config.scheduler} scheduler does not read; leave it out")
+        return None
+
+    def read(path: Path) -> Profile:
+        measured = Profile.read(path)
+        here = Setting.of(bundle.target, model_fingerprint=folder_fingerprint(bundle.folder))
+        measured.check(here, drafter=drafter_fingerprint(bundle.drafter_spec), tokens=1)
+        return measured
+
+    measured = read(path) if path is not None else _own(bundle, PROFILE_NAME, read)
+    if measured is None:
+        return None
+    block = bundle.drafter.block_size
+    return costs_of(measured, seats=config.seats, block_size=block, prefill_tokens=config.prefill_tokens)
+
+
+def _confidences(bundle: Bundle, config: EngineConfig, paths: tuple[Path, ...]) -> Confidences:
+    if config.scheduler in ("none", "fixed"):
+        if paths:
+            raise ConfigError(
+                f"a calibration is given, which the {config.scheduler} scheduler does not read; leave it out"
+            )
+        return Confidences()
+
+    def read(path: Path) -> Calibration:
+        fitted = Calibration.read(path)
+        fitted.check(
+            model=folder_fingerprint(bundle.folder),
+            drafter=drafter_fingerprint(bundle.drafter_spec),
+            sampling=SamplingParams(temperature=fitted.sampling["temperature"]),
+        )
+        return fitted
+
+    found = [read(path) for path in paths]
+    if not paths and (own := _own(bundle, CALIBRATION_NAME, read)) is not None:
+        found = [own]
+    by_kind: dict[bool, Calibration] = {}
+    for fitted in found:
+        greedy = SamplingParams(temperature=fitted.sampling["temperature"]).greedy
+        if greedy in by_kind:
+            raise ConfigError("two calibrations are given of greedy runs, or two of sampled ones; give one of each")
+        by_kind[greedy] = fitted
+    return Confidences(greedy=by_kind.get(True), sampled=by_kind.get(False))
+
+
+def _own(bundle: Bundle, name: str, read: Callable[[Path], Found]) -> Found | None:
+    """What ``read`` makes of a file in the drafter's folder; None where there is none, or none for this run."""
+    path = Path(bundle.drafter_spec) / name
+    if bundle.drafter_spec in ("ngram", "none", "default") or not path.is_file():
+        return None
+    try:
+        return read(path)
+    except (ConfigError, DataError) as error:
+        _log.warning("%s is left aside: %s", path, error)
+        return None
