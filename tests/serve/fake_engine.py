@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dspark.chat import ChatFormat
+from dspark.maths.sampling import target_probs
 from dspark.maths.shaping import shaped_logits
 from dspark.serve.errors import EngineClosed, QueueFull
 from dspark.serve.events import EngineStats, StepEvent, TokenLogprobs
@@ -103,9 +104,9 @@ class FakeEngine:
 
     @functools.cache  # noqa: B019  # lives as long as the test
     def _raw(self, token: int) -> torch.Tensor:
-        """Letters and spaces, mostly; of special tokens none, unless a bias asks for it."""
+        """Letters, mostly; of special tokens none, unless a bias asks for it."""
         logits = torch.from_numpy(np.random.default_rng(token).normal(0.0, 2.0, self.vocab_size).astype(np.float32))
-        likely = torch.tensor(self.chat.tokenizer("abcdefghijklmnopqrstuvwxyz  ")["input_ids"])
+        likely = torch.tensor(self.chat.tokenizer("abcdefghijklmnopqrstuvwxyz")["input_ids"])
         logits[likely] += 12.0
         logits[: len(self.chat.tokenizer.all_special_tokens)] -= 40.0
         return logits
@@ -179,9 +180,7 @@ class FakeEngine:
         logits = shaped_logits(self._raw(before), prompt, out, sampling, stop_token_ids=request.stop_token_ids)
         if matcher is not None:
             logits = logits.masked_fill(~torch.from_numpy(matcher.next_mask()), float("-inf"))
-        if sampling.greedy:
-            return int(logits.argmax())
-        probs = (logits / sampling.temperature).softmax(0).double().numpy()
+        probs = target_probs(logits[None], sampling)[0].double().numpy()
         return int(rng.choice(self.vocab_size, p=probs / probs.sum()))
 
     def _count(self, tokens: int, drafted: int, accepted: int) -> None:

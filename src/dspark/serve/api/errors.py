@@ -76,6 +76,13 @@ def stopping(retry_seconds: int) -> ApiError:
     return ApiError(503, message, type="server_error", code="shutting_down", headers=headers)
 
 
+def crowded(retry_seconds: int) -> ApiError:
+    """One connection too many."""
+    headers = {"Retry-After": str(retry_seconds), "Connection": "close"}
+    message = "too many connections are open; try again later"
+    return ApiError(503, message, type="server_error", code="too_many_connections", headers=headers)
+
+
 def too_slow(seconds: float) -> ApiError:
     """The answer is cut off, and would be again."""
     message = f"the answer took longer than {seconds:g} seconds, the most that this server allows a request"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 LOGGER = logging.getLogger("dspark.serve")
 
@@ -41,7 +42,7 @@ def note(event: str, *, level: int = logging.INFO, error: BaseException | None =
     LOGGER.log(level, event, extra={"fields": kept}, exc_info=error)
 
 
-def set_up(stream: TextIO | None = None) -> None:
+def set_up(stream: io.TextIOBase | None = None) -> None:
     """Send our lines and uvicorn's warnings to ``stream`` (stderr by default). Replaces what was set up before."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines())

@@ -71,7 +71,7 @@ class EngineCollector(Collector):
         yield _verify_lengths(stats.verify_lens)
 
     def _gauges(self, stats: EngineStats) -> Iterator[GaugeMetricFamily]:
-        rows = [("running", stats.running), ("waiting", stats.waiting)]
+        rows: list[tuple[str, int | float]] = [("running", stats.running), ("waiting", stats.waiting)]
         yield _gauge("dspark_engine_requests", "Requests with a seat, and those waiting for one", "state", rows)
         rows = [("used", stats.pages_used), ("cached", stats.pages_cached), ("total", stats.pages_total)]
         yield _gauge("dspark_pages", "Pages of KV memory", "state", rows)
@@ -82,7 +82,7 @@ class EngineCollector(Collector):
             )
 
     def _counters(self, stats: EngineStats) -> Iterator[CounterMetricFamily]:
-        rows: list[tuple[str, float]] = [
+        rows: list[tuple[str, int | float]] = [
             ("prompt", stats.prompt_tokens),
             ("cached", stats.cached_tokens),
             ("output", stats.completion_tokens),
@@ -106,14 +106,14 @@ class EngineCollector(Collector):
             yield CounterMetricFamily(name, help_text, value=value)
 
 
-def _gauge(name: str, help_text: str, label: str, rows: Sequence[tuple[str, float]]) -> GaugeMetricFamily:
+def _gauge(name: str, help_text: str, label: str, rows: Sequence[tuple[str, int | float]]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, help_text, labels=[label])
     for value_of_label, value in rows:
         family.add_metric([value_of_label], value)
     return family
 
 
-def _counter(name: str, help_text: str, label: str, rows: Sequence[tuple[str, float]]) -> CounterMetricFamily:
+def _counter(name: str, help_text: str, label: str, rows: Sequence[tuple[str, int | float]]) -> CounterMetricFamily:
     family = CounterMetricFamily(name, help_text, labels=[label])
     for value_of_label, value in rows:
         family.add_metric([value_of_label], value)
@@ -123,7 +123,7 @@ def _counter(name: str, help_text: str, label: str, rows: Sequence[tuple[str, fl
 def _verify_lengths(counts: Sequence[int]) -> HistogramMetricFamily:
     """Drafts checked per round, as a histogram with a bucket for every length."""
     family = HistogramMetricFamily("dspark_verify_length", "Drafts that a round let through")
-    buckets: list[tuple[str, float]] = []
+    buckets: list[tuple[str, int | float]] = []
     total = 0
     for length, count in enumerate(counts):
         total += count

@@ -18,13 +18,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dspark.errors import ConfigError
 from dspark.serve.api.config import ApiConfig
-from dspark.serve.api.errors import ApiError, bad_request, stopping
+from dspark.serve.api.errors import ApiError, bad_request, crowded
 from dspark.serve.api.front import HEADERS
 from dspark.serve.api.service import Service
 
 KEEP_ALIVE_SECONDS = 30
 MAX_HEAD_BYTES = 32 * 1024
 GRACE_SECONDS = 3.0  # beyond the drain, until connections that still hang are broken off
+LINGER_SECONDS = 1.0  # between an error that ends a connection and its end
 MAX_IDLE_SECONDS = 3600  # of a peer that takes nothing in
 
 
@@ -42,6 +43,7 @@ def protocol_class(config: ApiConfig) -> type[H11Protocol]:
 
     class BoundedProtocol(H11Protocol):
         _head_timer: asyncio.TimerHandle | None = None
+        _refused = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -52,18 +54,23 @@ def protocol_class(config: ApiConfig) -> type[H11Protocol]:
                     wait = int(min(config.request_seconds, MAX_IDLE_SECONDS) * 1000)
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, wait)
             if len(self.connections) > config.max_connections:
-                error = stopping(config.retry_seconds)
-                error.message, error.code = "too many connections are open; try again later", "too_many_connections"
-                transport.write(_raw(error))
-                transport.close()
-                return
-            self._head_timer = self.loop.call_later(config.head_seconds, self._no_head)
+                self._refuse(crowded(config.retry_seconds))
+            else:
+                self._head_timer = self.loop.call_later(config.head_seconds, self._no_head)
+
+        def _refuse(self, error: ApiError) -> None:
+            """Say why and hang up, though not so abruptly that the words are lost."""
+            self._stop_timer()
+            self._refused = True
+            self.connections.discard(self)
+            if not self.transport.is_closing():
+                self.transport.write(_raw(error))
+                self.transport.write_eof()
+                self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
         def _no_head(self) -> None:
-            if not self.transport.is_closing():
-                message = f"no request arrived within {config.head_seconds:g} seconds"
-                self.transport.write(_raw(ApiError(408, message, type="timeout_error", code="request_timeout")))
-                self.transport.close()
+            message = f"no request arrived within {config.head_seconds:g} seconds"
+            self._refuse(ApiError(408, message, type="timeout_error", code="request_timeout"))
 
         def _stop_timer(self) -> None:
             if self._head_timer is not None:
@@ -74,7 +81,7 @@ def protocol_class(config: ApiConfig) -> type[H11Protocol]:
             return self.cycle is None or self.cycle.response_complete
 
         def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
+            if self._refused or self.transport.is_closing():
                 return
             if self._head_timer is None and self._between_requests():  # the first bytes of another request
                 self._head_timer = self.loop.call_later(config.head_seconds, self._no_head)
@@ -87,9 +94,7 @@ def protocol_class(config: ApiConfig) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            self._stop_timer()
-            self.transport.write(_raw(bad_request("what arrived is no HTTP request", code="invalid_http")))
-            self.transport.close()
+            self._refuse(bad_request("what arrived is no HTTP request", code="invalid_http"))
 
     return BoundedProtocol
 

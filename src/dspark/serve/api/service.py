@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from dspark.serve.api.config import ApiConfig, ServedModel
 from dspark.serve.api.errors import bad_request, overloaded, stopping
@@ -25,6 +25,7 @@ PREPARERS = 2  # threads that render and tokenise
 EVENTS_AHEAD = 32  # of one request, that a slow client may leave unread
 
 
+@runtime_checkable
 class AnyEngine(Protocol):
     """What the server asks of :class:`dspark.serve.async_engine.AsyncEngine`."""
 
