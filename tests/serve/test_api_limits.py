@@ -295,15 +295,21 @@ def test_metrics() -> None:
     found = {(s.name, *sorted(s.labels.values())): s.value for family in families.values() for s in family.samples}
     assert found["dspark_requests_total", "answered", "chat"] == 1
     assert found["dspark_requests_total", "completions", "invalid"] == 1
-    assert found["dspark_request_output_tokens_total",] == found["dspark_tokens_total", "output"] == 40
+    assert found["dspark_request_output_tokens_total",] == found["dspark_output_tokens_total",] == 40
     assert found["dspark_http_responses_total", "400"] == 2
     stats = direct.engine.stats()
     for k in range(4):
         assert found["dspark_drafts_accepted_total", str(k)] == stats.accepted_at[k]
         assert found["dspark_drafts_verified_total", str(k)] == stats.verified_at[k]
+    for name, counts in (
+        ("drafted", stats.proposed_at),
+        ("verified", stats.verified_at),
+        ("accepted", stats.accepted_at),
+    ):
+        assert found[f"dspark_{name}_tokens_total",] == sum(counts)
     assert found["dspark_verify_length_count",] == stats.rounds
     assert found["dspark_verify_length_sum",] == sum(k * count for k, count in enumerate(stats.verify_lens))
-    assert found["dspark_stage_seconds_total", "target"] == 1.0 and found["dspark_pages", "total"] == 16
+    assert found["dspark_stage_seconds_total", "target"] == 1.0 and found["dspark_pages_total",] == 16
     assert found["dspark_answers_in_flight",] == 0 and found["dspark_engine_finished_total", "length"] == 2
     assert found["dspark_acceptance_length",] == pytest.approx(stats.acceptance_length)
     direct.close()

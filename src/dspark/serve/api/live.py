@@ -78,11 +78,11 @@ class LiveHub:
 
     def step(self, run: Running, event: StepEvent) -> None:
         """What one step brought it."""
+        run.rounds += bool(event.token_ids and run.tokens)  # the first token comes without a round
         run.tokens += len(event.token_ids)
         run.drafted += event.drafted
         run.verified += event.verify_len
         run.accepted += event.accepted
-        run.rounds += bool(event.token_ids)
         if not self._watchers or not (event.token_ids or event.verify_len):
             return
         entry: list[Any] = ["step", run.id, event.drafted, event.verify_len, event.accepted, len(event.token_ids)]

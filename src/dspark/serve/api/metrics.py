@@ -42,8 +42,12 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
-        self.prompt_tokens = Counter("dspark_request_prompt_tokens", "Tokens of prompts", registry=self.registry)
-        self.output_tokens = Counter("dspark_request_output_tokens", "Tokens of answers", registry=self.registry)
+        self.prompt_tokens = Counter(
+            "dspark_request_prompt_tokens", "Tokens of prompts, as told in replies", registry=self.registry
+        )
+        self.output_tokens = Counter(
+            "dspark_request_output_tokens", "Tokens of answers, as told in replies", registry=self.registry
+        )
         for endpoint in ("completions", "chat"):
             for outcome in OUTCOMES:
                 self.requests.labels(endpoint, outcome)
@@ -71,46 +75,43 @@ class EngineCollector(Collector):
         yield _verify_lengths(stats.verify_lens)
 
     def _gauges(self, stats: EngineStats) -> Iterator[GaugeMetricFamily]:
-        rows: list[tuple[str, int | float]] = [("running", stats.running), ("waiting", stats.waiting)]
-        yield _gauge("dspark_engine_requests", "Requests with a seat, and those waiting for one", "state", rows)
-        rows = [("used", stats.pages_used), ("cached", stats.pages_cached), ("total", stats.pages_total)]
-        yield _gauge("dspark_pages", "Pages of KV memory", "state", rows)
-        yield GaugeMetricFamily("dspark_seats", "Most requests in flight", value=stats.seats)
+        for name, help_text, value in (
+            ("requests_running", "Answers with a seat", stats.running),
+            ("requests_waiting", "Answers waiting for a seat", stats.waiting),
+            ("seats", "Most answers that run at once", stats.seats),
+            ("pages_used", "Pages of KV memory that answers hold", stats.pages_used),
+            ("pages_cached", "Pages kept for their prefix alone", stats.pages_cached),
+            ("pages_total", "Pages of KV memory", stats.pages_total),
+        ):
+            yield GaugeMetricFamily(f"dspark_{name}", help_text, value=value)
         if stats.rounds:
             yield GaugeMetricFamily(
                 "dspark_acceptance_length", "Tokens per round, bonus included", value=stats.acceptance_length
             )
 
     def _counters(self, stats: EngineStats) -> Iterator[CounterMetricFamily]:
-        rows: list[tuple[str, int | float]] = [
-            ("prompt", stats.prompt_tokens),
-            ("cached", stats.cached_tokens),
-            ("output", stats.completion_tokens),
-        ]
-        yield _counter("dspark_tokens", "Tokens run, taken from cached prefixes, and generated", "kind", rows)
+        for name, help_text, value in (
+            ("steps", "Steps of the engine", stats.steps),
+            ("drafted_steps", "Steps that drafted", stats.drafted_steps),
+            ("rounds", "Rounds of single answers", stats.rounds),
+            ("preemptions", "Answers that gave their pages back and were computed again", stats.preemptions),
+            ("prompt_tokens", "Prompt tokens run through the target", stats.prompt_tokens),
+            ("cached_tokens", "Prompt tokens taken from cached prefixes", stats.cached_tokens),
+            ("output_tokens", "Tokens generated", stats.completion_tokens),
+            ("drafted_tokens", "Drafts proposed", sum(stats.proposed_at)),
+            ("verified_tokens", "Drafts checked by the target", sum(stats.verified_at)),
+            ("accepted_tokens", "Drafts committed", sum(stats.accepted_at)),
+        ):
+            yield CounterMetricFamily(f"dspark_{name}", help_text, value=value)
         for name, help_text, counts in (
             ("proposed", "Rounds that proposed a draft at a position (0-based)", stats.proposed_at),
             ("verified", "Rounds that checked the draft at a position (0-based)", stats.verified_at),
             ("accepted", "Rounds that committed the draft at a position (0-based)", stats.accepted_at),
         ):
-            rows = [(str(position), count) for position, count in enumerate(counts)]
+            rows: list[tuple[str, int | float]] = [(str(position), count) for position, count in enumerate(counts)]
             yield _counter(f"dspark_drafts_{name}", help_text, "position", rows)
         yield _counter("dspark_stage_seconds", "Seconds by stage", "stage", list(stats.stage_seconds.items()))
         yield _counter("dspark_engine_finished", "Answers by finish reason", "reason", list(stats.finished.items()))
-        for name, help_text, value in (
-            ("dspark_steps", "Steps of the engine", stats.steps),
-            ("dspark_drafted_steps", "Steps that drafted", stats.drafted_steps),
-            ("dspark_rounds", "Rounds of single requests", stats.rounds),
-            ("dspark_preemptions", "Requests that gave their pages back and were computed again", stats.preemptions),
-        ):
-            yield CounterMetricFamily(name, help_text, value=value)
-
-
-def _gauge(name: str, help_text: str, label: str, rows: Sequence[tuple[str, int | float]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, help_text, labels=[label])
-    for value_of_label, value in rows:
-        family.add_metric([value_of_label], value)
-    return family
 
 
 def _counter(name: str, help_text: str, label: str, rows: Sequence[tuple[str, int | float]]) -> CounterMetricFamily:

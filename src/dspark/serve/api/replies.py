@@ -57,7 +57,7 @@ class Choice:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.finish_reason: str | None = None
         self.last: StepEvent | None = None
-        self._opened = False
+        self._opened = self._begun = False
         self.drafted = self.verified = self.accepted = self.rounds = 0
 
     def opens(self) -> bool:
@@ -65,7 +65,7 @@ class Choice:
 
         An echo that has log-probabilities waits for them; they are there with the first token at the latest.
         """
-        waits = self._plan.echo and self._wants and self.prompt_logprobs is None and not self.rounds
+        waits = self._plan.echo and self._wants and self.prompt_logprobs is None and not self._begun
         opens, self._opened = not (self._opened or waits), self._opened or not waits
         return opens
 
@@ -77,7 +77,8 @@ class Choice:
         self.drafted += event.drafted
         self.verified += event.verify_len
         self.accepted += event.accepted
-        self.rounds += bool(event.token_ids)
+        self.rounds += bool(event.token_ids and self._begun)  # the first token comes without a round
+        self._begun = self._begun or bool(event.token_ids)
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         delta = Delta(text="") if self._plan.silent else self._delta(event)

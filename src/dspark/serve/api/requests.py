@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from dspark.serve.api.config import ApiConfig, ServedModel
 from dspark.serve.api.errors import ApiError, bad_request, shown
 from dspark.serve.api.schemas import ChatRequest, CompletionRequest, Part
 from dspark.serve.constraint import Constraint
-from dspark.serve.request import GenerationRequest
+from dspark.serve.request import GenerationRequest, seed_of_answer
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat's answer may fill the context
 TEMPLATE_WORDS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "conversation", "tokenize"})
@@ -259,7 +258,7 @@ def _choice(
     return GenerationRequest(
         request_id=request_id,
         prompt_ids=prompt.ids,
-        sampling=_sampling(body, model, choice_seed(seed, number)),
+        sampling=_sampling(body, model, seed_of_answer(seed, number)),
         max_new_tokens=new,
         stop_token_ids=tuple(sorted({*own, *_known_ids(body.stop_token_ids or [], model)})),
         stop=stops,
@@ -277,13 +276,6 @@ def _known_ids(ids: list[int], model: ServedModel) -> list[int]:
             f"stop_token_ids holds {max(ids)}; the vocabulary has {model.vocab_size} tokens", "stop_token_ids"
         )
     return ids
-
-
-def choice_seed(seed: int, number: int) -> int:
-    """Seed of a prompt's ``number``-th answer: the request's own for the first, unrelated ones for the others."""
-    if number == 0:
-        return seed
-    return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:8], "big") >> 1
 
 
 def _sampling(body: CompletionRequest | ChatRequest, model: ServedModel, seed: int) -> SamplingParams:
