@@ -22,12 +22,16 @@
 #define BLOCK 256 /* tokens summed, and passed over, together */
 #define INLINE static inline __attribute__((always_inline))
 
-/* Margins. A weight is within 2 units in the last place of the exact exponential here and there: 2^-21 apart. A block's
- * sum adds two roundings: 2^-23. So a probability, weight by total, then rounded: 1.5e-6 of itself; a share of the whole
- * mass, F(1-F) of twice the weights' margin at most, and roundings: 5e-7. Weights below 2^-126 are zero here. */
-#define WEIGHT_MARGIN 6.0e-7
-#define PROB_MARGIN 1.5e-6
-#define SHARE_MARGIN 5.0e-7
+/* Margins. A weight is within a unit in the last place of the exact exponential here and there (a test looks at both):
+ * 2^-22 apart; a block's sum adds two roundings: 2^-23. So a probability, weight by total, then rounded, lies within
+ * 9e-7 of itself, and a share F of the whole mass within twice F(1-F) of the weights' margin, and roundings: 3e-7.
+ * Weights below 2^-126 are zero here. */
+#ifndef MARGINS
+#define MARGINS 1.0 /* 0 in a test, which shows that they are needed */
+#endif
+#define WEIGHT_MARGIN (MARGINS * 3.6e-7)
+#define PROB_MARGIN (MARGINS * 9.0e-7)
+#define SHARE_MARGIN (MARGINS * 3.0e-7)
 #define TINY 1.0e-30
 #define LEAST_RESIDUAL 1.0e-4 /* under it the margins are too wide to decide anything */
 
@@ -67,6 +71,8 @@ struct work {
     struct pair *kept;  /* [vocab] what filters leave, by rising id */
     struct pair *order; /* [vocab] tokens at a filter's edge, heaviest first */
     double *ratios;     /* [3, most drafts + 1] of the joint rule: middle, lower and upper bound */
+    float *tops;        /* [most drafts + 1] largest logit of each row that was prepared */
+    double *totals;     /* [most drafts + 1] its weights' total, before filters */
     int64_t row;        /* -1: none */
     double total;       /* of all weights, or of those kept */
     int filtered, unsure;
@@ -172,6 +178,12 @@ INLINE double sum_of(dvec v) {
     return sum;
 }
 
+INLINE float most_of(vec v) {
+    float most = v[0];
+    for (int j = 1; j < LANES; j++) most = v[j] > most ? v[j] : most;
+    return most;
+}
+
 /* Sum and maximum of a block of weights: four vectors at a time in fp32, then in double. */
 INLINE double block_sum(const float *weights, float *most) {
     dvec sum = {0};
@@ -181,8 +193,7 @@ INLINE double block_sum(const float *weights, float *most) {
         sum += doubled((w[0] + w[1]) + (w[2] + w[3]));
         for (int j = 0; j < 4; j++) high = pick(w[j] > high, w[j], high);
     }
-    *most = 0.0f;
-    for (int j = 0; j < LANES; j++) *most = high[j] > *most ? high[j] : *most;
+    *most = most_of(high);
     return sum_of(sum);
 }
 
@@ -260,6 +271,52 @@ static int64_t nucleus(const struct pair *order, int64_t count, double wanted, d
     return size;
 }
 
+/* The k-th largest of ``count`` numbers, which change places. */
+static float kth_largest(float *x, int64_t count, int64_t k) {
+    int64_t low = 0, high = count - 1;
+    while (low < high) {
+        float middle = x[low + (high - low) / 2];
+        int64_t i = low, j = high;
+        while (i <= j) {
+            while (x[i] > middle) i++;
+            while (x[j] < middle) j--;
+            if (i > j) break;
+            float held = x[i];
+            x[i++] = x[j];
+            x[j--] = held;
+        }
+        if (k - 1 <= j)
+            high = j;
+        else if (k - 1 >= i)
+            low = i;
+        else
+            break;
+    }
+    return x[k - 1];
+}
+
+/* The k-th largest maximum of a block: at least k tokens reach it. */
+static float top_maximum(const struct work *w, int64_t k) {
+    float *maxima = (float *)w->order;
+    memcpy(maxima, w->maxima, w->blocks * sizeof(float));
+    return kth_largest(maxima, w->blocks, k);
+}
+
+/* Put those of ``kept`` into order that weigh at least about as much as the k-th; returns how many. */
+static int64_t order_top(struct work *w, int64_t k) {
+    float edge = 0.0f;
+    if (k < w->count) {
+        float *x = (float *)w->order;
+        for (int64_t i = 0; i < w->count; i++) x[i] = w->kept[i].weight;
+        edge = kth_largest(x, w->count, k) * (float)(1.0 - 8 * WEIGHT_MARGIN);
+    }
+    int64_t count = 0;
+    for (int64_t i = 0; i < w->count; i++)
+        if (w->kept[i].weight >= edge) w->order[count++] = w->kept[i];
+    qsort(w->order, count, sizeof(struct pair), heavier);
+    return count;
+}
+
 static int by_id(const void *a, const void *b) {
     const struct pair *x = a, *y = b;
     return (x->id > y->id) - (x->id < y->id);
@@ -270,16 +327,14 @@ static void filter(const struct request *q, const void *row, struct work *w) {
     int limits = q->top_k > 0 && q->top_k < w->vocab, nuclear = q->top_p < 1.0;
     double mass, wanted = q->top_p * w->total;
     int64_t above, size;
-    float bound = 0.0625f;
+    float bound = limits && q->top_k <= w->blocks ? 0.5f * top_maximum(w, q->top_k) : 0.0625f;
     if (limits || nuclear) {
-        for (;; bound *= 0.0625f) { /* until what is at least twice the bound is enough */
-            if (bound < 1e-36f) bound = 0.0f;
+        for (;; bound *= 0.25f) { /* until what is at least twice the bound is enough */
+            if (bound < 1e-36f) bound = 0.0f; /* all that have a weight */
             w->count = collect(w, bound, &above, &mass);
             if (bound == 0.0f || (limits ? above >= q->top_k : mass > wanted * (1.0 + 4 * WEIGHT_MARGIN))) break;
         }
-        memcpy(w->order, w->kept, w->count * sizeof(struct pair));
-        qsort(w->order, w->count, sizeof(struct pair), heavier);
-        size = w->count;
+        size = w->count = order_top(w, limits ? q->top_k : w->count);
         if (limits && q->top_k < w->count) {
             size = q->top_k;
             if (!edge_is_sure(q, row, w->order, w->count, size)) w->unsure = 1;
@@ -332,6 +387,8 @@ static int prepare(struct request *q, int64_t k, struct work *w) {
         weigh_as(row, most, q->temperature, 0, w);
     w->row = k;
     w->unsure = 0;
+    w->tops[k] = most;
+    w->totals[k] = w->total;
     w->filtered = (q->top_k > 0 && q->top_k < w->vocab) || q->top_p < 1.0 || q->min_p > 0.0f;
     if (w->filtered) filter(q, row, w);
     return w->unsure ? UNSURE : SURE;
@@ -354,6 +411,13 @@ static double prob_of(const struct work *w, int64_t id) {
     int64_t place = w->filtered ? place_of(w, id) : 0;
     if (place < 0) return 0.0;
     return (double)(w->filtered ? w->kept[place].weight : w->weights[id]) / w->total;
+}
+
+/* prob_of for row ``k``, from its logits if others are in ``w``; there were no filters then. */
+static double prob_at(const struct request *q, const struct work *w, int64_t k, int64_t id) {
+    if (w->row == k) return prob_of(w, id);
+    float logit = load_one(row_of(q, k), id, q->bf16);
+    return (double)weight_of(all((logit - w->tops[k]) / q->temperature))[0] / w->totals[k];
 }
 
 /* q of draft ``k`` for the place ``i`` of its support. */
@@ -456,7 +520,7 @@ static int close_round(struct request *q, int64_t accepted, double share, double
         left = subtract(q, accepted, share, w);
         w->row = -1;
         if (!(left * share > LEAST_RESIDUAL * whole)) return UNSURE;
-        margin = (2 * PROB_MARGIN + spread / share) * whole / left + SHARE_MARGIN;
+        margin = (1.4 * PROB_MARGIN + spread / share) * whole / left + SHARE_MARGIN;
     }
     q->accepted = accepted;
     q->next_token = draw(w, q->closing, left, margin);
@@ -480,14 +544,14 @@ static int one_by_one(struct request *q, struct work *w) {
 
 /* s of the joint rule at row ``k``: what share p has over q. */
 static double missing_mass(const struct request *q, int64_t k, double share, const struct work *w) {
-    if (!q->probs) return share - share * prob_of(w, q->drafts[k]);
+    if (!q->probs) return share - share * prob_at(q, w, k, q->drafts[k]);
     double common = 0.0;
     if (w->filtered && !q->support) {
         for (int64_t i = 0; i < w->count; i++)
             common += fmin(share * w->kept[i].weight / w->total, draft_prob(q, k, w->kept[i].id));
     } else if (q->support) {
         for (int64_t i = 0; i < q->support_len; i++)
-            common += fmin(share * prob_of(w, support_id(q, k, i)), draft_prob(q, k, i));
+            common += fmin(share * prob_at(q, w, k, support_id(q, k, i)), draft_prob(q, k, i));
     } else {
         const float *probs = q->probs + k * q->probs_stride;
         float scale = (float)(share / w->total);
@@ -508,11 +572,14 @@ static double coin_chance(double ratio, double missing) {
     return missing > 0.0 || ratio < 1.0 ? missing / (missing + 1.0 - ratio) : 1.0;
 }
 
-/* Whether the coin of draft ``k`` (from 1) stands: 1, 0, or -1 inside the margin; -2: the row says no. */
-static int stands(struct request *q, int64_t k, double middle, double low, double high, struct work *w, int *state) {
+/* Whether the coin of draft ``k`` (from 1) stands: 1, 0, or -1 inside the margin; -2: the row says no. The first
+ * ``prepared`` rows have been in ``w``. */
+static int stands(struct request *q, int64_t k, double middle, double low, double high, int64_t prepared,
+                  struct work *w, int *state) {
     double coin = q->coins[k - 1];
     if (k < q->verify_len && high > TINY) {
-        *state = prepare(q, k, w);
+        int dense = q->probs && !q->support, recalled = k < prepared && !w->filtered && !dense;
+        *state = recalled ? SURE : prepare(q, k, w);
         if (*state != SURE) return -2;
         double missing = missing_mass(q, k, middle, w), margin = 2 * PROB_MARGIN * middle + (high - low);
         low = coin_chance(low, missing - margin);
@@ -521,13 +588,20 @@ static int stands(struct request *q, int64_t k, double middle, double low, doubl
     return coin < low ? 1 : coin < high || coin < TINY ? -1 : 0;
 }
 
+/* Whether a coin of the drafts after the first ``k`` is under ``chance``; none stands otherwise, for h <= r. */
+static int any_under(const struct request *q, int64_t k, double chance) {
+    for (int64_t i = k; i < q->verify_len; i++)
+        if (q->coins[i] < chance) return 1;
+    return 0;
+}
+
 /* The joint rule of dspark.maths.block_verification. */
 static int jointly(struct request *q, struct work *w, int64_t most_drafts) {
     double *middle = w->ratios, *low = middle + most_drafts + 1, *high = low + most_drafts + 1;
     int64_t accepted = 0;
     int state;
     middle[0] = low[0] = high[0] = 1.0;
-    for (; accepted < q->verify_len && high[accepted] > 0.0; accepted++) {
+    for (; accepted < q->verify_len && any_under(q, accepted, high[accepted]); accepted++) {
         int64_t k = accepted;
         if ((state = prepare(q, k, w)) != SURE) return state;
         double chance = chance_of(q, k), prob = prob_of(w, q->drafts[k]), ratio = prob / chance;
@@ -537,9 +611,9 @@ static int jointly(struct request *q, struct work *w, int64_t most_drafts) {
         low[k + 1] = fmin(low[k] * ratio * (1.0 - PROB_MARGIN), 1.0);
         high[k + 1] = never ? 0.0 : fmin(high[k] * (ratio * (1.0 + PROB_MARGIN) + TINY / chance), 1.0);
     }
-    for (; accepted > 0; accepted--) {
+    for (int64_t prepared = accepted; accepted > 0; accepted--) {
         if (high[accepted] == 0.0) continue;
-        int verdict = stands(q, accepted, middle[accepted], low[accepted], high[accepted], w, &state);
+        int verdict = stands(q, accepted, middle[accepted], low[accepted], high[accepted], prepared, w, &state);
         if (verdict == -2) return state;
         if (verdict == -1) return UNSURE;
         if (verdict == 1) break;
@@ -568,11 +642,14 @@ static int start_work(struct work *w, int64_t vocab, int64_t most_drafts, int fi
     w->sums = malloc(w->blocks * sizeof(double));
     w->maxima = malloc(w->blocks * sizeof(float));
     w->ratios = malloc(3 * (most_drafts + 1) * sizeof(double));
+    w->tops = malloc((most_drafts + 1) * sizeof(float));
+    w->totals = malloc((most_drafts + 1) * sizeof(double));
     if (filters) {
         w->kept = malloc(w->blocks * BLOCK * sizeof(struct pair));
         w->order = malloc(w->blocks * BLOCK * sizeof(struct pair));
     }
-    return w->weights && w->sums && w->maxima && w->ratios && (!filters || (w->kept && w->order));
+    int ready = w->weights && w->sums && w->maxima && w->ratios && w->tops && w->totals;
+    return ready && (!filters || (w->kept && w->order));
 }
 
 static void end_work(struct work *w) {
@@ -580,6 +657,8 @@ static void end_work(struct work *w) {
     free(w->sums);
     free(w->maxima);
     free(w->ratios);
+    free(w->tops);
+    free(w->totals);
     free(w->kept);
     free(w->order);
 }
