@@ -30,11 +30,10 @@ from dspark.decode import generate
 from dspark.evaluate.bench import prompts_of
 from dspark.evaluate.demo_prompts import PROMPTS
 from dspark.evaluate.figures import acceptance_length
-from dspark.models.draft_recipes import default_taps
 from dspark.models.drafter import Drafter, NoDrafter
-from dspark.models.target import FINAL
 from dspark.train.config import TrainConfig, drafter_defaults
 from dspark.train.loop import held_out_numbers, step_parts, train_step
+from dspark.train.methods import run_taps
 from dspark.train.optim import learning_rate
 from dspark.train.run import Corpus, load_corpus, start
 
@@ -110,8 +109,7 @@ def main() -> None:
             fields = {"state_steps": -1, **VARIANTS[name]}
             fields = {**drafter_defaults(fields.get("drafter", "dspark")), **fields}
             config = replace(base, **fields, out=folder)
-            taps = (FINAL,) if config.drafter == "mtp" else config.taps
-            taps = taps or default_taps(corpus.target.info.num_layers, config.num_taps)
+            taps = run_taps(config, corpus.target.info.num_layers)
             wanted = config.bigram_passes > 0 and config.markov_rank > 0
             known = bigrams.get(config.markov_rank)
             if wanted and known is not None:

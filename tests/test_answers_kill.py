@@ -11,13 +11,12 @@ import json
 import os
 import random
 import signal
-import sys
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from strikes import forked, killed_until_done, kills
 from tiny_chat import save_chat_model
 
 import dspark.answers_cli as answers_cli
@@ -29,9 +28,9 @@ from dspark.data.remote_answers import Server
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
-PROMPTS, SAMPLES, KILLS = 10, 2, 6
+KILLS = kills(6)
+PROMPTS, SAMPLES = max(10, 2 * KILLS - 2), 2  # lines enough for all kills
 CONCURRENCY = 3
-DEADLINE = 240.0  # seconds, for a machine that is busy with other things
 
 
 @pytest.fixture(scope="module")
@@ -53,59 +52,6 @@ def config(model: Path, tmp_path: Path) -> AnswersConfig:
         samples=SAMPLES,
         turns=2,
     )
-
-
-def forked(work: Callable[[], object]) -> int:
-    """Run ``work`` in a child, silently; returns its process id. Its exit code is 0 if it came to its end."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - the child ends with it
-        work()
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def ended(child: int) -> int | None:
-    """Exit status of a child, None while it runs."""
-    done, status = os.waitpid(child, os.WNOHANG)
-    return status if done else None
-
-
-def lines_of(path: Path) -> list[bytes]:
-    """The whole lines of a file."""
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
-
-
-def whole_lines(path: Path) -> list[bytes]:
-    return [line for line in lines_of(path) if line.endswith(b"\n")]
-
-
-def killed_until_done(path: Path, work: Callable[[], object], *, kills: int, source: random.Random) -> int:
-    """Start ``work``, kill it once some lines came, start it again, until it ends by itself; returns the kills."""
-    struck, deadline = 0, time.monotonic() + DEADLINE
-    while True:
-        before = whole_lines(path)
-        child = forked(work)
-        wanted, pause = len(before) + source.randrange(0, 5), source.uniform(0.0, 0.01)
-        while (status := ended(child)) is None:
-            assert time.monotonic() < deadline, "the runs take too long"
-            if struck < kills and len(whole_lines(path)) >= wanted:
-                time.sleep(pause)
-                os.kill(child, signal.SIGKILL)
-                _, status = os.waitpid(child, 0)
-                break
-            time.sleep(0.002)
-        after = whole_lines(path)
-        assert after[: len(before)] == before, "an answer that was on disk is lost or changed"
-        if os.WIFSIGNALED(status):
-            struck += 1
-            continue
-        assert os.WEXITSTATUS(status) == 0, "a resumed run failed"
-        return struck
 
 
 def keys_of(path: Path) -> list[tuple[str, int, int]]:

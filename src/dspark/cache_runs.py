@@ -38,7 +38,6 @@ from dspark.maths.losses import LossAlphas
 from dspark.models.backbone import DraftModel
 from dspark.models.chain import ChainModel
 from dspark.models.checkpoint import build_model, check_fits, draft_token_ids, read_drafter
-from dspark.models.draft_recipes import default_taps
 from dspark.models.loading import load_target
 from dspark.models.target import FINAL, Target
 from dspark.models.weights import resolve_model
@@ -46,6 +45,7 @@ from dspark.train.blocks import make_shared, run_blocks
 from dspark.train.chains import run_chains
 from dspark.train.config import INITIALISERS, TrainConfig
 from dspark.train.loop import step_generator
+from dspark.train.methods import run_taps
 from dspark.train.slots import Part, freeze_head
 
 FORMS = (DeepSpecForm.name, SmallForm.name)
@@ -112,11 +112,6 @@ def begun_dtype(folder: Path | None) -> str | None:
     if folder is None or not (folder / BUILD_NAME).is_file():
         return None
     return json.loads((folder / BUILD_NAME).read_text(encoding="utf-8"))["fields"]["dtype"]
-
-
-def run_taps(config: TrainConfig, num_layers: int) -> tuple[int, ...]:
-    """Taps of the drafter that a run trains."""
-    return (FINAL,) if config.drafter == "mtp" else config.taps or default_taps(num_layers, config.num_taps)
 
 
 def run_draft_ids(

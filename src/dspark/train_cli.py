@@ -53,7 +53,7 @@ def run(config: TrainConfig, *, threads: int | None = None) -> bool:
 
 def plan_lines(config: TrainConfig, *, processes: int = 1) -> list[str]:
     """What each process will take of its device's memory, part by part, and the fields that make it less; nothing of
-    the target is loaded but its configuration. Raises :class:`ConfigError` for methods that cannot be planned."""
+    the target is loaded but its configuration."""
     from dspark.models.weights import read_config as read_target_config
     from dspark.models.weights import resolve_model
     from dspark.train.memory import memory_plan  # pulls in transformers

@@ -20,7 +20,7 @@ def test_distributions_sit_at_the_position_before_their_label() -> None:
     target, sample = TableTarget(vocab_size=VOCAB, order=2), make("a")
     kept = FeatureSource(target, (1, 2), torch.arange(VOCAB), top=VOCAB).get(sample)
     assert kept.features.shape == (9, 2 * target.info.hidden_size)
-    sparse = kept.sparse_target(torch.tensor([4, 6]))
+    sparse = kept.sparse_target(torch.tensor([4, 6]) - kept.start)
     for row, position in enumerate((4, 6)):
         dense = torch.zeros(VOCAB).scatter_(0, sparse.ids[row], sparse.probs[row])
         expected = target.next_probs(sample.token_ids[: position + 1].tolist(), SamplingParams(temperature=1.0))
@@ -30,7 +30,7 @@ def test_distributions_sit_at_the_position_before_their_label() -> None:
 def test_a_draft_vocabulary_keeps_the_targets_own_probabilities() -> None:
     target, sample, ids = TableTarget(vocab_size=VOCAB, order=2), make("a"), torch.tensor([1, 4, 7, 10])
     kept = FeatureSource(target, (1,), ids, top=3).get(sample)
-    sparse = kept.sparse_target(torch.tensor([5]))
+    sparse = kept.sparse_target(torch.tensor([5]) - kept.start)
     expected = target.next_probs(sample.token_ids[:6].tolist(), SamplingParams(temperature=1.0))[ids]
     values, order = expected.topk(3)
     torch.testing.assert_close(sparse.probs[0], values)

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import TableTarget
+from tiny_drafter import tiny_drafter
+from tiny_rounds import played_texts
 from torch import Tensor
 
 from dspark.core import SamplingParams
@@ -13,7 +15,6 @@ from dspark.data.anchors import Blocks, make_blocks
 from dspark.data.features import FeatureSource, Sample, SampleFeatures
 from dspark.maths.losses import LossAlphas, slot_losses, slot_weights
 from dspark.models.backbone import BlockBatch, DraftModel
-from dspark.models.draft_config import DraftConfig
 from dspark.models.heads import sequential_logits
 from dspark.train.blocks import make_shared, run_blocks, run_states
 from dspark.train.config import TrainConfig
@@ -52,24 +53,7 @@ def table(dtype: torch.dtype = torch.float64) -> TableTarget:
 
 
 def drafter(**changes: object) -> DraftModel:
-    fields: dict = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "num_target_layers": 6,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 4,
-        "intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "block_size": BLOCK,
-        "mask_token_id": MASK,
-        "target_layer_ids": (0, 3),
-        "markov_rank": 4,
-    }
-    torch.manual_seed(0)
-    model = DraftModel(DraftConfig(**{**fields, **changes})).double()
-    for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.5
+    model = tiny_drafter(dtype=torch.float64, **changes)
     if model.d2t is not None:
         model.d2t.copy_(torch.tensor([1, 2, 3, 5, 6, 8, 9]) - torch.arange(7))
     return model
@@ -84,6 +68,17 @@ def parts_of(target: TableTarget, model: DraftModel) -> list[Part]:
         (s, features.get(s), make_blocks(s.token_ids, s.loss_mask, a, BLOCK))
         for s, a in zip(samples, anchors, strict=True)
     ]
+
+
+def played_parts(target: TableTarget, model: DraftModel, temperature: float) -> list[Part]:
+    """The same prompts, continued in rounds that a table of drafts has played."""
+    _, texts = played_texts(
+        target,
+        [sample("a", 12, 3, 1), sample("b", 9, 1, 2)],
+        temperature=temperature,
+        draft_ids=model.draft_token_ids(),
+    )
+    return [(text.sample, text.features, text.blocks) for text in texts]
 
 
 def block_logits(model: DraftModel, target: TableTarget, part: Part, b: int) -> tuple[Tensor, Tensor]:
@@ -107,10 +102,13 @@ def dense_loss(
     for s, kept, blocks in parts:
         for b, anchor in enumerate(blocks.anchors.tolist()):
             hidden, logits = block_logits(model, target, (s, kept, blocks), b)
-            for k, weight in enumerate(slot_weights(blocks.supervised[b : b + 1], config.loss_decay)[0].tolist()):
+            weights = slot_weights(blocks.supervised[b : b + 1], config.loss_decay)[0]
+            if blocks.worth is not None:
+                weights = blocks.worth[b] * blocks.supervised[b]
+            for k, weight in enumerate(weights.tolist()):
                 if weight == 0:
                     continue
-                prefix = s.token_ids[: anchor + k + 1].tolist()
+                prefix = s.token_ids[:anchor].tolist() + blocks.prev_ids[b, : k + 1].tolist()
                 probs = target.next_probs(prefix, SamplingParams(temperature=1.0)).double()
                 label = (ids == blocks.labels[b, k]).nonzero().flatten()
                 label = label if len(label) else torch.tensor([-1])
@@ -136,8 +134,26 @@ def confidence_term(model: DraftModel, h: Tensor, prev: Tensor, label: Tensor, c
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_loss_and_all_gradients_equal_one_block_at_a_time(name: str, detach: bool) -> None:
     target, model = table(), drafter(**DRAFTERS[name])
-    parts, alphas = parts_of(target, model), LossAlphas(0.1, 0.2, 0.9)
-    config = TrainConfig(alpha_confidence=0.7, confidence_detach=detach)
+    assert_alike(target, model, parts_of(target, model), TrainConfig(alpha_confidence=0.7, confidence_detach=detach))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["vanilla", "reduced vocabulary", "rnn", "dflash, anchor's slot given"])
+def test_the_loss_of_played_rounds_too(name: str, temperature: float) -> None:
+    """Previous tokens are the drafts, distributions those behind the drafts, and weights what the slots are worth."""
+    target, model = table(), drafter(**DRAFTERS[name])
+    parts = played_parts(target, model, temperature)
+    strayed = [
+        bool((blocks.prev_ids[:, 1] != s.token_ids[blocks.anchors + 1])[blocks.supervised[:, 1]].any())
+        for s, _, blocks in parts
+    ]
+    assert any(strayed) == (temperature > 0), "a greedy round ends for learning at the first draft that fell"
+    assert_alike(target, model, parts, TrainConfig(alpha_confidence=0.7, confidence_detach=False))
+
+
+def assert_alike(target: TableTarget, model: DraftModel, parts: list[Part], config: TrainConfig) -> None:
+    """The packed loss and its gradients are those of :func:`dense_loss`."""
+    alphas = LossAlphas(0.1, 0.2, 0.9)
     shared = make_shared(target, model, torch.float64)
     ours = run_blocks(model, shared, parts, config, block_size=BLOCK, alphas=alphas).loss
     theirs = dense_loss(model, target, parts, config, alphas)

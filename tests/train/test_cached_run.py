@@ -9,47 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_chat import save_chat_model
+from tiny_run import tiny_config
 
-from dspark.cache_runs import plan_build, prepare, run_draft_ids, run_taps
+from dspark.cache_runs import plan_build, prepare, run_draft_ids
 from dspark.data.cache_features import CachedFeatureSource
 from dspark.errors import ConfigError, DataError
 from dspark.models.weights import read_config
 from dspark.train.config import DRAFTERS, TrainConfig, drafter_defaults
-from dspark.train.methods import make_method
+from dspark.train.methods import make_method, run_taps
 from dspark.train.run import load_corpus, start, train
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """Twelve short answers that count upwards, for a model of random weights."""
-    folder = tmp_path_factory.mktemp("cached")
-    model = save_chat_model(folder / "model")
-    with open(folder / "prompts.jsonl", "w") as prompts, open(folder / "answers.jsonl", "w") as answers:
-        for i in range(12):
-            prompts.write(json.dumps({"id": f"p{i}", "turns": [f"count {i}"], "domain": "ab"[i % 2]}) + "\n")
-            ids = [40 + (i + k) % 9 for k in range(30)]
-            answers.write(json.dumps({"id": f"p{i}", "sample": 0, "answer_ids": ids}) + "\n")
-    return TrainConfig(
-        model=str(model),
-        answers=(str(folder / "answers.jsonl"),),
-        prompts=(str(folder / "prompts.jsonl"),),
-        out=str(folder / "run"),
-        layers=1,
-        block_size=3,
-        markov_rank=4,
-        taps=(0, 2),
-        draft_vocab=60,
-        mask_token_id=3,
-        held_out=4,
-        steps=6,
-        sequences_per_step=3,
-        slots_per_step=36,
-        dtype="float32",
-        log_every=1,
-        evaluate_every=3,
-        save_seconds=99.0,
-    )
+    return replace(tiny_config(tmp_path_factory.mktemp("cached")), steps=6, evaluate_every=3, save_seconds=99.0)
 
 
 def cached(config: TrainConfig, folder: Path, *, form: str, encoding: str = "bfloat16") -> TrainConfig:

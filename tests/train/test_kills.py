@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from strikes import kills
 from tiny_run import fork, lines, of_method, tiny_config
 
 import dspark.artifacts
@@ -121,10 +122,26 @@ def test_a_run_killed_at_random_moments_resumes_bit_for_bit(
 ) -> None:
     """Whenever the signal comes; the first ones may find the run still loading."""
     torn, chance = replace(base, out=str(tmp_path / "torn")), random.Random(5)
-    for _ in range(6):
+    for _ in range(kills(6)):
         child = fork(train, torn)
         child.join(chance.uniform(0.1, 1.5))
         child.kill()
         child.join(60)
     train(torn)
     assert_bit_identical(torn, whole)
+
+
+@pytest.mark.parametrize("drafter", ["dspark", "eagle3"])
+def test_a_run_that_plays_its_rounds_resumes_bit_for_bit(base: TrainConfig, tmp_path: Path, drafter: str) -> None:
+    """In the middle of a playing's steps, whose drafter is gone by then, and before the first of them."""
+    played = {"played_from": 0.5, "played_steps": 3, "played_texts": 4, "played_tokens": 20, "played_temperature": 1.0}
+    whole = of_method(base, drafter, out=str(tmp_path / "whole"), steps=11, save_seconds=99.0, **played)
+    train(whole)
+    torn = replace(whole, out=str(tmp_path / "torn"), save_seconds=0.0)
+    for step in (7, 10):  # rounds are played before steps 7 and 10
+        child = fork(killed_at, torn, step)
+        child.join(60)
+        assert child.exitcode == -signal.SIGKILL
+    train(torn)
+    assert_bit_identical(torn, whole)
+    assert [path.name for path in (tmp_path / "torn" / "played").iterdir()] == ["00000009.safetensors"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -22,6 +22,21 @@ class Blocks:
     prev_ids: Int[Tensor, "blocks block"]  # token before each label: the anchor, then the labels before it
     labels: Int[Tensor, "blocks block"]  # token at anchor + k + 1 (the last token where that is past the end)
     supervised: Bool[Tensor, "blocks block"]  # contiguous prefix of valid labels
+    # of rounds that a drafter played (:mod:`dspark.train.rounds`); None for blocks drawn from an answer
+    worth: Float[Tensor, "blocks block"] | None = None  # a slot's weight, in place of one that falls with its number
+    rows: Int[Tensor, "blocks block"] | None = None  # of the target's distributions that the slots are held against
+
+    def some(self, start: int, stop: int, *, slots: int | None = None) -> Blocks:
+        """Blocks ``start`` to ``stop`` - 1, cut to their first ``slots`` slots (None: whole)."""
+        part = slice(start, stop), slice(slots)
+        return Blocks(
+            self.anchors[start:stop],
+            self.prev_ids[part],
+            self.labels[part],
+            self.supervised[part],
+            None if self.worth is None else self.worth[part],
+            None if self.rows is None else self.rows[part],
+        )
 
 
 def anchor_candidates(loss_mask: Bool[Tensor, "tokens"]) -> Int[Tensor, "candidates"]:

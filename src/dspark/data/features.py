@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,21 +36,21 @@ class Sample:
 @dataclass(frozen=True)
 class SampleFeatures:
     """What the target says about one sample. Row i of ``top_*`` belongs to position ``start`` + i and predicts the
-    next token."""
+    next token; where a drafter played the sample, rows are named by its blocks instead."""
 
     features: Float[Tensor, "tokens features"]  # of every position before the last anchor, at least
     start: int
-    top_ids: Int[Tensor, "positions top"]  # draft ids, int32
-    top_probs: Float[Tensor, "positions top"]
+    top_ids: Int[Tensor, "rows top"]  # draft ids, int32
+    top_probs: Float[Tensor, "rows top"]
     states: Float[Tensor, "positions hidden"]  # after the final norm: what the head reads
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.features, self.top_ids, self.top_probs, self.states))
 
-    def sparse_target(self, positions: Int[Tensor, "*rows"]) -> SparseTarget:
-        """The distributions at ``positions`` (each at least ``start``), flattened."""
-        rows = (positions - self.start).flatten().to(self.top_ids.device)
+    def sparse_target(self, rows: Int[Tensor, "*rows"]) -> SparseTarget:
+        """The distributions of ``rows``, flattened."""
+        rows = rows.flatten().to(self.top_ids.device)
         return SparseTarget(self.top_ids[rows].long(), self.top_probs[rows].float())
 
 
@@ -80,13 +81,30 @@ def summarise(
     start = int(sample.loss_mask.nonzero()[0]) if bool(sample.loss_mask.any()) else 0
     ids, probs = [], []
     for part in states.final[start : tokens - 1].split(128):
-        logits = target.logits(part)
-        norm = torch.logsumexp(logits.float(), -1, keepdim=True)
-        values, picked = logits.index_select(1, draft_ids).topk(top, -1)
-        ids.append(picked.int())
-        probs.append((values.float() - norm).exp().to(states.final.dtype))
+        kept = largest_probs(target.logits(part), draft_ids, top=top)
+        ids.append(kept.ids.int())
+        probs.append(kept.probs.to(states.final.dtype))
     final = states.final[start : tokens - 1].clone()
     return SampleFeatures(states.features.clone(), start, torch.cat(ids), torch.cat(probs), final)
+
+
+def largest_probs(
+    logits: Float[Tensor, "rows vocab"], draft_ids: Int[Tensor, "draft_vocab"], *, top: int
+) -> SparseTarget:
+    """The ``top`` largest probabilities at temperature 1 within ``draft_ids``, normalised over the whole vocabulary;
+    fp32, under their draft ids."""
+    norm = torch.logsumexp(logits.float(), -1, keepdim=True)
+    values, picked = logits.index_select(1, draft_ids).topk(top, -1)
+    return SparseTarget(picked, (values.float() - norm).exp())
+
+
+@runtime_checkable
+class Features(Protocol):
+    """Where steps get what the target says about their samples."""
+
+    def get(self, sample: Sample) -> SampleFeatures:
+        """Features of ``sample``."""
+        ...
 
 
 class FeatureSource:

@@ -210,3 +210,22 @@ def expected_acceptance_length(
     """1 + sum_k prod_{j<=k} c*_j over the supervised prefix: the analytic acceptance length of each block (bonus
     included)."""
     return 1 + (acceptance_rate * supervised).cumprod(1).sum(1)
+
+
+def slot_worths(
+    chances: Float[Tensor, "blocks block"], supervised: Bool[Tensor, "blocks block"]
+) -> Float[Tensor, "blocks block"]:
+    """What each slot of a played round is worth: d(expected tokens) / d(chance that its draft stands).
+
+    ``chances`` [blocks, block]: chance of draft k to stand given that all before it did, in [0, 1]. With E = 1 + a_0 +
+    a_0 a_1 + ... over the supervised prefix, slot k is worth (chance that it is reached) x (1 + what is expected to
+    stand behind it): a_0 ... a_{k-1} (1 + a_{k+1} + a_{k+1} a_{k+2} + ...). So a slot behind a draft that never stands
+    is worth nothing, and the first one most. 0 where a slot is not supervised.
+    """
+    prefix = supervised.long().cumprod(1)
+    chances = chances * prefix
+    reached = torch.cat((torch.ones_like(chances[:, :1]), chances[:, :-1].cumprod(1)), 1)
+    ahead = torch.ones_like(chances)
+    for k in range(chances.shape[1] - 2, -1, -1):
+        ahead[:, k] = 1 + chances[:, k + 1] * ahead[:, k + 1]
+    return reached * ahead * prefix

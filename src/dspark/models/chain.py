@@ -138,7 +138,7 @@ class ChainModel(nn.Module, ABC):
         states = self.first_state(batch.features)
         row_inputs, _ = self.mix(batch.next_embeds, states)
         k_rows, v_rows = layer.self_attn.keys_values(row_inputs, self._table(rows))
-        states = states[batch.starts + first.repeat_interleave(counts)]
+        states = states[batch.starts + first.repeat_interleave(counts, output_size=batch.starts.shape[0])]
         k_own = v_own = k_rows.new_zeros(len(batch.starts), 0, *k_rows.shape[1:])
         outputs = []
         for j in range(batch.step_embeds.shape[1]):

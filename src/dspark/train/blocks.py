@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.maths.losses import LossAlphas, SlotLosses, chunked_losses, slot_weights
+from dspark.maths.losses import LossAlphas, SlotLosses, chunked_losses
 from dspark.models.backbone import BlockBatch, DraftModel
 from dspark.models.target import Target
 from dspark.train.config import TrainConfig
@@ -23,6 +23,7 @@ from dspark.train.slots import (
     Part,
     StepNumbers,
     Totals,
+    block_weights,
     freeze_head,
     make_totals,
     share_of_mean,
@@ -67,7 +68,7 @@ def run_blocks(
     supervised = torch.cat([blocks.supervised for _, _, blocks in parts]).to(device)
     hidden = _hidden(model, shared, parts, block_size)
 
-    weights = slot_weights(supervised, config.loss_decay)
+    weights = block_weights([blocks for _, _, blocks in parts], config.loss_decay).to(device)
     totals = totals or make_totals(weights)
     weights = weights / totals.weight.to(device)
     keep = supervised.flatten().nonzero().squeeze(1)  # unsupervised slots cost nothing from here on

@@ -16,12 +16,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.data.anchors import Blocks
 from dspark.errors import DataError
-from dspark.maths.losses import LossAlphas, SlotLosses, SparseTarget, chunked_losses, slot_weights
+from dspark.maths.losses import LossAlphas, SlotLosses, SparseTarget, chunked_losses
 from dspark.maths.own_head import own_head_losses
 from dspark.models.chain import ChainBatch, ChainModel
 from dspark.train.config import TrainConfig
@@ -30,6 +30,7 @@ from dspark.train.slots import (
     Part,
     StepNumbers,
     Totals,
+    block_weights,
     make_totals,
     share_of_mean,
     slot_targets,
@@ -58,7 +59,7 @@ def run_chains(
     labels = torch.cat([blocks.labels for _, _, blocks in parts]).to(device)
     supervised = torch.cat([blocks.supervised for _, _, blocks in parts]).to(device)
     hidden = model(chain_batch(shared, parts, model))
-    weights = chain_weights(supervised, config.step_loss_decay)
+    weights = block_weights([blocks for _, _, blocks in parts], chain_decay(config)).to(device)
     totals = totals or make_totals(weights)
     weights = (weights / totals.weight.to(device)).flatten()
     keep = supervised.flatten().nonzero().squeeze(1)
@@ -77,9 +78,9 @@ def run_chains(
     return step_numbers(loss, slots, supervised, weights[keep])
 
 
-def chain_weights(supervised: Bool[Tensor, "blocks block"], decay: float) -> Float[Tensor, "blocks block"]:
-    """Weights of a chain's steps: ``decay`` ^ k inside the supervised prefix."""
-    return slot_weights(supervised, -1 / math.log(decay) if decay < 1 else math.inf)
+def chain_decay(config: TrainConfig) -> float:
+    """The ``loss_decay`` under which step k of a chain weighs ``step_loss_decay`` ^ k."""
+    return -1 / math.log(config.step_loss_decay) if config.step_loss_decay < 1 else math.inf
 
 
 def run_chain_states(
@@ -96,7 +97,7 @@ def startable(blocks: Blocks) -> Blocks:
     request ever decodes without a prompt."""
     if not blocks.anchors.shape[0] or int(blocks.anchors[0]) > 0:
         return blocks
-    return Blocks(blocks.anchors[1:], blocks.prev_ids[1:], blocks.labels[1:], blocks.supervised[1:])
+    return blocks.some(1, blocks.anchors.shape[0])
 
 
 def usable(parts: Sequence[Part]) -> list[Part]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,11 @@ class TrainConfig:
     curriculum: tuple[tuple[float, int], ...] = (
         (1.0, 0),
     )  # (until this fraction of the run, block size); 0: the drafter's
+    played_from: float = 1.0  # fraction of the steps from which on blocks are rounds that the drafter itself plays
+    played_temperature: float = 0.0  # at which it plays them; 0: greedy
+    played_texts: int = 24  # prompts continued in one playing; the target's memory has so many rows
+    played_tokens: int = 128  # most of a text
+    played_steps: int = 24  # steps on the rounds of one playing
     learning_rate: float = 1.2e-3
     warmup: float = 0.04
     schedule: str = "cosine"
@@ -146,6 +152,9 @@ class TrainConfig:
             "target_top",
             "chunk",
             "log_every",
+            "played_texts",
+            "played_tokens",
+            "played_steps",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 1 or more")
@@ -159,6 +168,15 @@ class TrainConfig:
         if not 0 < self.step_loss_decay <= 1:
             raise ConfigError(f"step_loss_decay is {self.step_loss_decay}; it must be in (0, 1]")
         self._check_drafter()
+        if not 0 <= self.played_from <= 1:
+            raise ConfigError(f"played_from is {self.played_from}; it must be in [0, 1], and 1 plays nothing")
+        if not 0 <= self.played_temperature < math.inf:
+            raise ConfigError(f"played_temperature is {self.played_temperature}; it must be 0 (greedy) or more, finite")
+        if self.played_from < 1 and not self.whole_target:
+            raise ConfigError(
+                f"played_from is {self.played_from} and whole_target is false; only a whole target can play rounds, "
+                "set one of them otherwise"
+            )
         if not 1 <= self.fresh_per_step <= self.sequences_per_step:
             raise ConfigError(f"fresh_per_step is {self.fresh_per_step}; it must lie in 1..{self.sequences_per_step}")
         if self.markov_head not in HEAD_TYPES:
@@ -210,6 +228,11 @@ class TrainConfig:
         done = train_step / self.steps
         size = next(size for until, size in self.curriculum if done < until or until >= 1.0)
         return min(size or self.block_size, self.unroll or self.block_size)
+
+    def plays_at(self, train_step: int) -> bool:
+        """Whether a step learns from rounds that the drafter plays, and not from blocks of the answers."""
+        first = max(self.state_steps, math.ceil(self.played_from * self.steps))
+        return self.played_from < 1 and train_step >= first
 
     def slots_at(self, train_step: int) -> int:
         """Supervised slots that a step aims at."""

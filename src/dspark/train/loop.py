@@ -19,14 +19,14 @@ from functools import lru_cache, partial
 import torch
 
 from dspark.data.anchors import make_blocks, sample_anchors
-from dspark.data.features import FeatureSource, Sample
+from dspark.data.features import Features, FeatureSource, Sample
 from dspark.errors import DataError
 from dspark.maths.losses import LossAlphas
 from dspark.train.config import TrainConfig
 from dspark.train.methods import Method
 from dspark.train.parallel import Parallel, gradient_norm
 from dspark.train.ranks import ALONE, Ranks
-from dspark.train.shares import pass_count, passes_of, share_out, some
+from dspark.train.shares import pass_count, passes_of, share_out
 from dspark.train.slots import Part, Piece, StepNumbers, Totals, as_sums, from_sums, nothing_of
 
 
@@ -128,7 +128,7 @@ def cut_step(
     parallel: Parallel,
     optimizer: torch.optim.Optimizer,
     pieces: Sequence[Piece],
-    features: FeatureSource,
+    features: Features,
     config: TrainConfig,
     *,
     step: int,
@@ -142,11 +142,11 @@ def cut_step(
     pieces = [(sample, blocks) for sample, blocks in pieces if blocks.anchors.shape[0]]
     if not pieces:
         raise DataError("no answer of this step has a token before its anchors; prompts must not be empty")
-    totals = method.totals(torch.cat([blocks.supervised for _, blocks in pieces]))
+    totals = method.totals([blocks for _, blocks in pieces])
     shares = share_out(pieces, ranks.size)
     passes = passes_of(shares[ranks.rank], pass_count(shares, config.blocks_per_pass))
     sample, blocks = pieces[0]
-    spare = [(sample, some(blocks, 0, 1))]  # what a process runs when it has nothing to add to an exchange
+    spare = [(sample, blocks.some(0, 1))]  # what a process runs when it has nothing to add to an exchange
     optimizer.zero_grad(set_to_none=True)
     found, waited = [], 0.0
     for i, part in enumerate(passes):

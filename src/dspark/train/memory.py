@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dspark.errors import ConfigError
 from dspark.maths.losses import LossAlphas, SparseTarget, chunked_losses
+from dspark.maths.own_head import own_head_losses
 from dspark.models.backbone import BlockBatch, DraftModel
+from dspark.models.chain import ChainBatch, ChainModel
 from dspark.models.draft_config import DraftConfig
 from dspark.models.draft_recipes import text_config
 from dspark.models.loading import DTYPES
 from dspark.models.target import TargetInfo
-from dspark.train.config import CHAINS, TrainConfig
-from dspark.train.methods import draft_config
+from dspark.train.config import TrainConfig
+from dspark.train.methods import draft_config, make_model, run_taps
 
 LOGIT_ROWS = 128  # of the target's logits at a time, when features are made (dspark.data.features)
 
@@ -89,19 +90,17 @@ class MemoryPlan:
 
 
 def memory_plan(config: TrainConfig, target_config: Any, *, processes: int = 1) -> MemoryPlan:
-    """The plan of each process of a dspark or dflash run; ``target_config`` is the target's transformers configuration
-    (Any, for it has a type per family).
+    """The plan of each process of a run, whatever its method; ``target_config`` is the target's transformers
+    configuration (Any, for it has a type per family).
 
     An upper bound of what tensors take: every sequence is ``max_tokens`` long and supervised, all parts are at their
     largest at once, and attention is the dense form. Not in it: the CUDA context and its libraries (0.3 to 0.6 GB), and
-    what the allocator loses to rounding. Raises :class:`ConfigError` for the methods that train chains.
+    what the allocator loses to rounding.
     """
-    if config.drafter in CHAINS:
-        raise ConfigError(f"drafter is {config.drafter!r}; memory is planned for dspark and dflash")
     compute = DTYPES.get(config.dtype, torch.bfloat16)  # auto is bfloat16 on a GPU
     shape = draft_config(config, target_config, _info(target_config, compute), max(0, config.mask_token_id))
     with torch.device("meta"):
-        model = DraftModel(shape)
+        model = make_model(config, shape)
     trained = sum(p.numel() for p in model.parameters())
     state = 12 * trained  # masters and two moments; gradients are the step's
     if processes > 1:
@@ -119,9 +118,13 @@ def memory_plan(config: TrainConfig, target_config: Any, *, processes: int = 1) 
             "blocks_per_pass, chunk, max_tokens",
         ),
     ]
+    text = text_config(target_config)
     if config.whole_target and not config.cache:
-        nbytes = _pass_bytes(config, shape, text_config(target_config), compute)
+        nbytes = _pass_bytes(config, shape, text, compute)
         items.append(MemoryItem("a pass of the target", nbytes, "max_tokens, cache"))
+    if config.played_from < 1:
+        nbytes = _played_bytes(config, shape, text, compute)
+        items.append(MemoryItem("rounds that the drafter plays", nbytes, "played_texts, played_tokens"))
     return MemoryPlan(tuple(items))
 
 
@@ -139,12 +142,30 @@ def _info(target_config: Any, dtype: torch.dtype) -> TargetInfo:
     )
 
 
+def _token_bytes(config: TrainConfig, shape: DraftConfig, text: Any, dtype: torch.dtype) -> tuple[int, int]:
+    """What a token leaves behind in a pass of the target: keys and values of all layers; and its taps."""
+    taps = len(run_taps(config, text.num_hidden_layers))
+    kv = 2 * text.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
+    return dtype.itemsize * kv, dtype.itemsize * taps * shape.hidden_size
+
+
 def _pass_bytes(config: TrainConfig, shape: DraftConfig, text: Any, dtype: torch.dtype) -> int:
     """Of one sample through the target: keys and values of all layers, taps, one layer at work, a part's logits."""
-    tokens, c = config.max_tokens, dtype.itemsize
-    kept = 2 * text.num_hidden_layers * shape.num_key_value_heads * shape.head_dim + 2 * shape.feature_size
-    layer = 4 * (4 * text.intermediate_size + 12 * text.hidden_size + shape.num_attention_heads * tokens)
-    return tokens * (c * kept + layer) + LOGIT_ROWS * text.vocab_size * (2 * c + 4)
+    kv, taps = _token_bytes(config, shape, text, dtype)
+    layer = 4 * (4 * text.intermediate_size + 12 * text.hidden_size + shape.num_attention_heads * config.max_tokens)
+    return config.max_tokens * (kv + 2 * taps + layer) + LOGIT_ROWS * text.vocab_size * (2 * dtype.itemsize + 4)
+
+
+def _played_bytes(config: TrainConfig, shape: DraftConfig, text: Any, dtype: torch.dtype) -> int:
+    """Of a playing: keys and values of all texts, their features twice (as played, and as read back), a pass's logits
+    and probabilities, and the distributions behind the drafts."""
+    tokens = min(config.max_tokens + config.played_tokens, text.max_position_embeddings)
+    kv, taps = _token_bytes(config, shape, text, dtype)
+    kept = 2 * (taps + dtype.itemsize * text.hidden_size)
+    rows = config.played_texts * (config.block_size + 1)
+    entry = config.block_size * config.target_top * (4 + dtype.itemsize)  # of each token, at most a round
+    logits = rows * text.vocab_size * (dtype.itemsize + 4 + (8 if config.played_temperature else 0))
+    return config.played_texts * (tokens * (kv + kept) + config.played_tokens * 2 * entry) + logits
 
 
 def _sizes(config: TrainConfig) -> list[int]:
@@ -163,20 +184,62 @@ def step_bytes(shape: DraftConfig, config: TrainConfig, block_size: int, *, comp
     rows = [config.max_tokens - 1] * sequences
     shares = [blocks * (i + 1) // sequences - blocks * i // sequences for i in range(sequences)]
     with torch.device("meta"):
-        model = DraftModel(shape)
+        model = make_model(config, shape)
         head = torch.empty(shape.output_size, shape.hidden_size, dtype=compute)
-        features = torch.empty(sum(rows), shape.feature_size, dtype=compute)
+        taps = shape.feature_size if isinstance(model, DraftModel) else len(model.taps) * shape.hidden_size
+        features = torch.empty(sum(rows), taps, dtype=compute)
         anchors = torch.empty(blocks, dtype=torch.long)
-        embeds = torch.empty(blocks, shape.hidden_size, dtype=compute)
         mask = torch.empty(shape.hidden_size, dtype=compute)
     with Allocations() as seen:
         for _ in range(passes):
             # copies, as a step makes them of its samples' features
-            batch = BlockBatch(features.clone(), rows, anchors, shares)
-            hidden = model(batch, embeds.clone(), mask, block_size)
-            _meta_loss(model, hidden, head, config).backward()
-            del batch, hidden
+            if isinstance(model, DraftModel):
+                hidden = model(
+                    BlockBatch(features.clone(), rows, anchors, shares),
+                    mask.expand(blocks, -1).clone(),
+                    mask,
+                    block_size,
+                )
+                _meta_loss(model, hidden, head, config).backward()
+            else:
+                hidden = model(_meta_chains(model, features.clone(), rows, anchors, shares, block_size))
+                _meta_chain_loss(model, hidden, head, config).backward()
+            del hidden
     return seen.peak
+
+
+def _meta_chains(
+    model: ChainModel, features: Tensor, rows: list[int], starts: Tensor, shares: list[int], block_size: int
+) -> ChainBatch:
+    """The batch of :func:`dspark.train.chains.chain_batch`; embeddings of the drafter's own carry gradients."""
+
+    def embeds(*shape: int) -> Tensor:
+        if model.own_embedding() is not None:
+            return model.embed(torch.empty(*shape, dtype=torch.long, device="meta")).to(features.dtype)
+        return torch.empty(*shape, model.config.hidden_size, dtype=features.dtype, device="meta").clone()
+
+    nexts, steps = embeds(features.shape[0]), embeds(starts.shape[0], block_size)
+    return ChainBatch(features, nexts, rows, starts, steps, shares)
+
+
+def _meta_chain_loss(model: ChainModel, hidden: Tensor, head: Tensor, config: TrainConfig) -> Tensor:
+    """The loss of :func:`dspark.train.chains.run_chains` with every slot supervised."""
+    slots = hidden.shape[0] * hidden.shape[1]
+    rows = hidden.flatten(0, 1)[torch.empty(slots, dtype=torch.long, device="meta")]
+    target, labels, weights = _meta_targets(slots, config)
+    alphas, cap, chunk = LossAlphas(), model.config.final_soft_cap, config.chunk
+    if (own := model.own_head()) is not None:
+        return own_head_losses(rows, own.weight, target, labels, weights, alphas=alphas, soft_cap=cap, chunk=chunk)[0]
+    return chunked_losses(rows, None, None, head, target, labels, weights, alphas=alphas, soft_cap=cap, chunk=chunk)[0]
+
+
+def _meta_targets(slots: int, config: TrainConfig) -> tuple[SparseTarget, Tensor, Tensor]:
+    """Distributions, labels and weights of so many slots."""
+    target = SparseTarget(
+        torch.empty(slots, config.target_top, dtype=torch.long, device="meta"),
+        torch.empty(slots, config.target_top, device="meta").clone(),
+    )
+    return target, torch.empty(slots, dtype=torch.long, device="meta"), torch.empty(slots, device="meta")
 
 
 def _meta_loss(model: DraftModel, hidden: Tensor, head: Tensor, config: TrainConfig) -> Tensor:
@@ -187,18 +250,15 @@ def _meta_loss(model: DraftModel, hidden: Tensor, head: Tensor, config: TrainCon
     keep = torch.empty(slots, dtype=torch.long, device="meta")
     rows, markov = hidden.flatten(0, 1)[keep], model.markov_head
     latents = None if markov is None else markov.latents(hidden, prev).flatten(0, 1)[keep]
-    target = SparseTarget(
-        torch.empty(slots, config.target_top, dtype=torch.long, device="meta"),
-        torch.empty(slots, config.target_top, device="meta").clone(),
-    )
+    target, labels, weights = _meta_targets(slots, config)
     loss, found = chunked_losses(
         rows,
         latents,
         None if markov is None else markov.markov_w2.weight,
         head,
         target,
-        torch.empty(slots, dtype=torch.long, device="meta"),
-        torch.empty(slots, device="meta"),
+        labels,
+        weights,
         alphas=LossAlphas(),
         soft_cap=model.config.final_soft_cap,
         chunk=config.chunk,

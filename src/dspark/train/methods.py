@@ -18,13 +18,13 @@ from dataclasses import fields
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from dspark.data.anchors import Blocks
 from dspark.data.features import Sample
 from dspark.data.samples import bigram_pairs
-from dspark.maths.losses import LossAlphas, slot_weights
+from dspark.maths.losses import LossAlphas
 from dspark.models.backbone import DraftModel
 from dspark.models.chain import ChainModel
 from dspark.models.chain_config import ChainConfig
@@ -37,11 +37,11 @@ from dspark.models.eagle3 import Eagle3Config, Eagle3Model
 from dspark.models.initialise import fit_bigram, fresh, from_target
 from dspark.models.initialise_chain import chain_from_target
 from dspark.models.mtp import MTPConfig, MTPModel
-from dspark.models.target import Target, TargetInfo
+from dspark.models.target import FINAL, Target, TargetInfo
 from dspark.train.blocks import Shared, make_shared, run_blocks, run_states
-from dspark.train.chains import chain_weights, run_chain_states, run_chains, startable
+from dspark.train.chains import chain_decay, run_chain_states, run_chains, startable
 from dspark.train.config import CHAINS, EAGLE3_OPTIONS, TrainConfig
-from dspark.train.slots import FrozenHead, Part, StepNumbers, Totals, freeze_head, make_totals
+from dspark.train.slots import FrozenHead, Part, StepNumbers, Totals, block_weights, freeze_head, make_totals
 
 
 @runtime_checkable
@@ -79,8 +79,8 @@ class Method(Protocol):
         """Those of ``blocks`` that the method can be trained on."""
         ...
 
-    def totals(self, supervised: Bool[Tensor, "blocks block"]) -> Totals:
-        """What the means of a step divide by whose usable blocks are supervised so."""
+    def totals(self, blocks: Sequence[Blocks]) -> Totals:
+        """What the means of a step divide by that has these usable blocks."""
         ...
 
     def numbers(
@@ -127,11 +127,31 @@ def draft_config(config: TrainConfig, target_config: Any, info: TargetInfo, mask
     )
 
 
+def make_model(config: TrainConfig, draft: DraftConfig) -> DraftModel | ChainModel:
+    """The drafter of a run, its parameters not set yet. ``draft`` gives the shape, which a chain shares with a block
+    drafter for the same target."""
+    if config.drafter not in CHAINS:
+        return DraftModel(draft)
+    shape = {f.name: getattr(draft, f.name) for f in fields(ChainConfig)}
+    if config.drafter == "mtp":
+        return MTPModel(MTPConfig(**shape))
+    taps, decay = draft.target_layer_ids, config.step_loss_decay
+    options = {name: getattr(config, name) for name in EAGLE3_OPTIONS}
+    return Eagle3Model(Eagle3Config(**shape, target_layer_ids=taps, step_loss_decay=decay, **options))
+
+
+def run_taps(config: TrainConfig, num_layers: int) -> tuple[int, ...]:
+    """Taps of the drafter that a run trains."""
+    return (FINAL,) if config.drafter == "mtp" else config.taps or default_taps(num_layers, config.num_taps)
+
+
 class BlockMethod:
     """DSpark, and DFlash as DSpark without its heads."""
 
     def __init__(self, config: TrainConfig, draft: DraftConfig) -> None:
-        self.config, self.model = config, DraftModel(draft)
+        model = make_model(config, draft)
+        assert isinstance(model, DraftModel)
+        self.config, self.model = config, model
         fresh(self.model, seed=config.seed)
         self._shared: Shared | None = None
 
@@ -164,8 +184,8 @@ class BlockMethod:
     def usable(self, blocks: Blocks) -> Blocks:
         return blocks
 
-    def totals(self, supervised: Bool[Tensor, "blocks block"]) -> Totals:
-        return make_totals(slot_weights(supervised, self.config.loss_decay))
+    def totals(self, blocks: Sequence[Blocks]) -> Totals:
+        return make_totals(block_weights(blocks, self.config.loss_decay))
 
     def numbers(
         self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas, totals: Totals | None = None
@@ -187,18 +207,12 @@ class BlockMethod:
 
 
 class ChainMethod:
-    """Eagle3 and MTP. ``draft`` gives the shape that they share with a block drafter for the same target."""
+    """Eagle3 and MTP."""
 
     def __init__(self, config: TrainConfig, draft: DraftConfig) -> None:
-        self.config = config
-        shape = {f.name: getattr(draft, f.name) for f in fields(ChainConfig)}
-        self.model: ChainModel
-        if config.drafter == "mtp":
-            self.model = MTPModel(MTPConfig(**shape))
-        else:
-            taps, decay = draft.target_layer_ids, config.step_loss_decay
-            options = {name: getattr(config, name) for name in EAGLE3_OPTIONS}
-            self.model = Eagle3Model(Eagle3Config(**shape, target_layer_ids=taps, step_loss_decay=decay, **options))
+        model = make_model(config, draft)
+        assert isinstance(model, ChainModel)
+        self.config, self.model = config, model
         fresh(self.model, seed=config.seed)
         self._frozen: FrozenHead | None = None
 
@@ -232,8 +246,8 @@ class ChainMethod:
     def usable(self, blocks: Blocks) -> Blocks:
         return startable(blocks)
 
-    def totals(self, supervised: Bool[Tensor, "blocks block"]) -> Totals:
-        return make_totals(chain_weights(supervised, self.config.step_loss_decay))
+    def totals(self, blocks: Sequence[Blocks]) -> Totals:
+        return make_totals(block_weights(blocks, chain_decay(self.config)))
 
     def numbers(
         self, parts: Sequence[Part], *, block_size: int, alphas: LossAlphas, totals: Totals | None = None

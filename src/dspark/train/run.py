@@ -5,6 +5,7 @@ A run folder holds
     state-*/          newest training states (masters, moments); a run found there goes on from the newest
     best/             the drafter with the highest held-out acceptance so far, ready for `--drafter`
     last/             the drafter at the end of the run
+    played/           rounds that the drafter plays in the run's second phase, if it has one
     log.jsonl         a line per logged step or evaluation; TensorBoard files beside it
 """
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from dspark.chat import ChatFormat
 from dspark.data.answer_file import template_options_of
 from dspark.data.cache_features import open_features, target_identity
-from dspark.data.features import FeatureSource, Sample
+from dspark.data.features import Features, FeatureSource, Sample
 from dspark.data.sample_cache import load_samples
 from dspark.data.samples import choose_draft_vocab, split_held_out, token_counts
 from dspark.errors import ConfigError
@@ -36,12 +37,15 @@ from dspark.models.target import Target
 from dspark.models.weights import load_tensors, read_config, resolve_model
 from dspark.train.config import INITIALISERS, TrainConfig
 from dspark.train.frozen_target import load_frozen_target
-from dspark.train.loop import choose_samples, cut_step, held_out_numbers, step_pieces
+from dspark.train.loop import choose_samples, cut_step, held_out_numbers, step_generator, step_pieces
 from dspark.train.methods import Method, make_method
 from dspark.train.optim import learning_rate, make_optimizer, restore_optimizer
 from dspark.train.parallel import Parallel, make_parallel
+from dspark.train.played import PlayedRounds, keep_played, played_for, played_pieces, read_played, write_played
 from dspark.train.ranks import ALONE, Ranks
+from dspark.train.rounds import play_step
 from dspark.train.run_folder import claim, cut_log, log, settle_dtype
+from dspark.train.slots import Piece
 from dspark.train.state import SavedState, read_state, save_state
 
 
@@ -81,6 +85,7 @@ class Run:
     standing: Standing = field(default_factory=Standing)
     seconds: float = 0.0  # spent in steps, over all resumptions
     blocks: int = 0
+    played: PlayedRounds | None = None  # the rounds that steps are on, in the phase that plays them
 
     @property
     def method(self) -> Method:
@@ -146,7 +151,7 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
     ranks.first(lambda: claim(folder, config, processes=ranks.size))
     method = _new_method(config, corpus)
     saved = _agreed(read_state(folder), folder, ranks)
-    ranks.first(lambda: cut_log(folder, -1 if saved is None else saved.facts["train_step"]))
+    ranks.first(lambda: _cut(folder, -1 if saved is None else saved.facts["train_step"]))
     if saved is not None:  # before anything derives from the draft vocabulary
         method.model.load_state_dict(saved.model)
     method.bind(corpus.target)
@@ -162,6 +167,12 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
         run.step, run.seconds, run.blocks = facts["train_step"], facts["seconds"], facts["blocks"]
         run.standing = Standing(facts["best"], facts["measure"], facts.get("stale", 0))
     return run
+
+
+def _cut(folder: Path, step: int) -> None:
+    """Forget what a run logged and played after the ``step`` that it goes on from: it will be done again."""
+    cut_log(folder, step)
+    keep_played(folder, first=0, last=step)
 
 
 def _new_method(config: TrainConfig, corpus: Corpus) -> Method:
@@ -290,10 +301,8 @@ def _one_step(run: Run) -> dict[str, Any]:
         schedule=config.schedule,
         decay=config.decay,
     )
-    pieces = step_pieces(choose_samples(run.corpus.training, run.step, config), config, run.step)
-    result = cut_step(
-        run.parallel, run.optimizer, pieces, run.features, config, step=run.step, rate=rate, ranks=run.ranks
-    )
+    pieces, features = _pieces(run)
+    result = cut_step(run.parallel, run.optimizer, pieces, features, config, step=run.step, rate=rate, ranks=run.ranks)
     seconds, numbers = time.perf_counter() - begin, result.numbers
     run.step += 1
     run.seconds += seconds
@@ -311,7 +320,32 @@ def _one_step(run: Run) -> dict[str, Any]:
         "trained_blocks_per_second": numbers.blocks / (seconds - result.feature_seconds),
         "tokens_per_second": result.tokens / seconds,
         "target_passes": run.features.computed,  # of the first process
+        **({"played": features.figures()} if isinstance(features, PlayedRounds) else {}),
     }
+
+
+def _pieces(run: Run) -> tuple[list[Piece], Features]:
+    """What the next step learns from: blocks of the answers, or rounds that the drafter plays."""
+    config, training = run.config, run.corpus.training
+    if not config.plays_at(run.step):
+        return step_pieces(choose_samples(training, run.step, config), config, run.step), run.features
+    if run.played is None or not run.played.serves(run.step, config):
+        plain = run.parallel.plain()
+        step = run.ranks.first(lambda: _played_step(run, plain))
+        run.played = read_played(run.folder, step, run.corpus.target.info.device)
+    generator = step_generator(config.seed, run.step, 5)
+    return played_pieces(run.played, config, run.step, generator), run.played
+
+
+def _played_step(run: Run, method: Method) -> int:
+    """The step whose playing serves the next step: one on the disk, or this one, played now."""
+    found = played_for(run.folder, run.step, run.config)
+    if found is None:
+        stops = run.corpus.chat.stop_token_ids
+        samples = run.corpus.training
+        texts = play_step(method.drafter(), run.features, samples, run.config, run.step, stop_token_ids=stops)
+        write_played(run.folder, run.step, texts)
+    return run.step if found is None else found
 
 
 def _evaluate(run: Run, evaluate: Evaluate | None) -> dict[str, Any]:
@@ -350,6 +384,8 @@ def _save(run: Run) -> None:
     facts = {"best": standing.best, "measure": standing.measure, "stale": standing.stale}
     facts |= {"seconds": run.seconds, "blocks": run.blocks}
     save_state(run.folder, run.step, run.model, run.optimizer, facts, ranks=run.ranks)
+    if run.played is not None and run.ranks.leads:
+        keep_played(run.folder, first=run.played.step, last=run.step)
 
 
 def _report(run: Run, board: Any, line: dict[str, Any], on_step: Callable[[dict[str, Any]], None] | None) -> None:

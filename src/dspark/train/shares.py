@@ -57,19 +57,9 @@ def passes_of(pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
             size = blocks.anchors.shape[0]
             start, stop = max(0, first - before), min(size, end - before)
             if start < stop:
-                passes[i].append((sample, some(blocks, start, stop)))
+                passes[i].append((sample, blocks.some(start, stop)))
             before += size
     return passes
-
-
-def some(blocks: Blocks, start: int, stop: int) -> Blocks:
-    """Blocks ``start`` to ``stop`` - 1."""
-    return Blocks(
-        blocks.anchors[start:stop],
-        blocks.prev_ids[start:stop],
-        blocks.labels[start:stop],
-        blocks.supervised[start:stop],
-    )
 
 
 def _cut_evenly(blocks: Blocks, parts: int) -> list[Blocks]:
@@ -77,7 +67,7 @@ def _cut_evenly(blocks: Blocks, parts: int) -> list[Blocks]:
     count = blocks.anchors.shape[0]
     parts = min(parts, count)
     edges = [count * i // parts for i in range(parts + 1)] if parts else []
-    return [some(blocks, start, stop) for start, stop in pairwise(edges)]
+    return [blocks.some(start, stop) for start, stop in pairwise(edges)]
 
 
 def _owner(sample: Sample) -> int:

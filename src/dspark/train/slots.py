@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dspark.data.anchors import Blocks
 from dspark.data.features import Sample, SampleFeatures
-from dspark.maths.losses import SlotLosses, SparseTarget, expected_acceptance_length
+from dspark.maths.losses import SlotLosses, SparseTarget, expected_acceptance_length, slot_weights
+from dspark.models.draft_ops import draft_columns
 from dspark.models.target import Target
 
 Piece = tuple[Sample, Blocks]  # a sample of a step, and all or some of the blocks drawn in it
@@ -29,6 +30,16 @@ class Totals:
 
     weight: Float[Tensor, ""]  # sum of the slots' weights, positive
     blocks: int
+
+
+def block_weights(blocks: Sequence[Blocks], loss_decay: float) -> Float[Tensor, "blocks block"]:
+    """Weights of the slots of all ``blocks``: their worth where a drafter played them, else
+    :func:`dspark.maths.losses.slot_weights`; 0 where a slot is not supervised."""
+    found = [
+        slot_weights(part.supervised, loss_decay) if part.worth is None else part.worth * part.supervised
+        for part in blocks
+    ]
+    return torch.cat(found)
 
 
 def make_totals(weights: Float[Tensor, "blocks block"]) -> Totals:
@@ -85,17 +96,20 @@ def freeze_head(target: Target, draft_token_ids: Int[Tensor, "draft_vocab"], dty
     """Slice the head once; ``draft_token_ids`` are the target ids that the drafter speaks."""
     device = target.info.device
     ids = draft_token_ids.to(device)
-    to_draft = torch.full((target.info.vocab_size,), -1, dtype=torch.long, device=device)
-    to_draft[ids] = torch.arange(ids.shape[0], device=device)
-    return FrozenHead(target, target.head_weight().index_select(0, ids).to(dtype).contiguous(), to_draft, dtype)
+    head = target.head_weight().index_select(0, ids).to(dtype).contiguous()
+    return FrozenHead(target, head, draft_columns(ids, target.info.vocab_size), dtype)
 
 
 def slot_targets(parts: Sequence[Part], block_size: int, keep: Int[Tensor, "kept"]) -> SparseTarget:
-    """The target's distribution at label - 1 of the slots ``keep``; slot k of anchor a reads position a + k."""
+    """The target's distribution at label - 1 of the slots ``keep``; slot k of anchor a reads position a + k, unless
+    the blocks name their rows."""
     ids, probs = [], []
     for _, kept, blocks in parts:
-        last = kept.start + kept.top_ids.shape[0] - 1
-        part = kept.sparse_target((blocks.anchors[:, None] + torch.arange(block_size)).clamp(max=last))
+        last = kept.top_ids.shape[0] - 1
+        rows = blocks.rows
+        if rows is None:
+            rows = (blocks.anchors[:, None] + torch.arange(block_size) - kept.start).clamp(max=last)
+        part = kept.sparse_target(rows)
         ids.append(part.ids)
         probs.append(part.probs)
     return SparseTarget(torch.cat(ids)[keep], torch.cat(probs)[keep])

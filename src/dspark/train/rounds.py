@@ -1,0 +1,298 @@
+"""Rounds that the drafter in training plays itself: the second phase of a run, on-policy distillation.
+
+Whatever the drafter proposes, the committed text is the target's own, so text is not what differs from training on
+answers. Three other things are. A round opens where the one before ended, mostly behind a token that the drafter did
+not foresee: anchors are the harder places of a text, not all of them alike. Inside a block, what stands before slot k
+is the drafter's own drafts and not the answer's tokens; for a head that reads x_{k-1}, slots behind drafts that
+nobody would draft are wasted, and those behind drafts that would stand, but that the answer does not have, are never
+seen. And slot k counts only if all drafts before it stood.
+
+So prompts of the training samples are continued by decoding as it really goes, several at a time, at the temperature
+that the drafter will serve. Every verification pass gives all that the loss needs: the features of the text as it is
+written, and the target's distribution behind every draft, whether it stood or not. A slot weighs what it is worth
+(:func:`dspark.maths.losses.slot_worths`), by the chances of the drafts before it rather than by the toss of their
+coins. Its label is the committed token as far as the round stood, and behind that one drawn from the target's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dspark.core import Proposal, SamplingParams
+from dspark.data.anchors import Blocks
+from dspark.data.answers import job_seed
+from dspark.data.features import FeatureSource, Sample, SampleFeatures, largest_probs
+from dspark.errors import DataError
+from dspark.maths.losses import SparseTarget, slot_worths
+from dspark.maths.rejection import acceptance_probs, verify, verify_greedy
+from dspark.maths.sampling import RequestStreams, draw_rows, target_probs
+from dspark.models.drafter import Drafter
+from dspark.models.target import KVMemory, Target
+from dspark.train.config import TrainConfig
+from dspark.train.loop import step_generator
+
+MIN_REACH = 0.02  # slots that are reached more rarely are left out: their weight is not worth a product
+
+
+@dataclass(frozen=True)
+class PlayedText:
+    """A prompt, what the target wrote behind it while the drafter drafted, and the rounds.
+
+    ``features.top_ids`` and ``top_probs`` have a row per slot of a round, named by ``blocks.rows``.
+    """
+
+    sample: Sample  # what was written is supervised
+    features: SampleFeatures
+    blocks: Blocks  # a block per round, slot k's previous token being the drafter's own
+    committed: int  # tokens, over all rounds
+
+
+@dataclass(kw_only=True)
+class _Text:
+    """A text under way, and what its rounds left."""
+
+    prompt: Sample
+    row: int  # of the target's memory
+    context: Any  # the drafter's own type
+    streams: RequestStreams
+    labels: torch.Generator
+    token_ids: list[int]  # prompt and written; the last one, the anchor, has not been run
+    start: int  # tokens of the prompt
+    room: int  # tokens that the text may have
+    features: list[Tensor] = field(default_factory=list)  # of every token but the anchor
+    states: list[Tensor] = field(default_factory=list)  # final ones, of the written tokens but the anchor
+    rounds: list[_Round] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    anchor: int  # position
+    prev_ids: Tensor  # [block], padded
+    labels: Tensor
+    chances: Tensor  # 0 behind the drafts that there were
+    drafts: int  # slots with a target: up to a stop token that was drafted
+    target: SparseTarget  # a row per draft
+    committed: int
+
+
+def play_step(
+    drafter: Drafter,
+    source: FeatureSource,
+    samples: Sequence[Sample],
+    config: TrainConfig,
+    train_step: int,
+    *,
+    stop_token_ids: Collection[int],
+) -> list[PlayedText]:
+    """The playing of one step: ``played_texts`` of the ``samples``' prompts, drawn by (seed, step) and continued.
+
+    Raises :class:`DataError` if no prompt led to a drafted round.
+    """
+    picked = torch.randperm(len(samples), generator=step_generator(config.seed, train_step, 6))
+    texts = play(
+        source.target,
+        drafter,
+        [samples[i] for i in picked[: config.played_texts].tolist()],
+        draft_ids=source.draft_ids,
+        top=source.top,
+        sampling=SamplingParams(temperature=config.played_temperature, seed=config.seed),
+        max_new_tokens=config.played_tokens,
+        stop_token_ids=stop_token_ids,
+        number=train_step,
+    )
+    if not texts:
+        raise DataError(
+            f"none of {config.played_texts} prompts led to a drafted round; raise played_tokens or played_texts"
+        )
+    return texts
+
+
+@torch.no_grad()
+def play(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sample],
+    *,
+    draft_ids: Int[Tensor, "draft_vocab"],
+    top: int,
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int],
+    number: int,
+) -> list[PlayedText]:
+    """Continue the prompt of every sample with drafts, all at a time, up to ``max_new_tokens`` or a stop token.
+
+    ``draft_ids`` and ``top`` are what :class:`dspark.data.features.FeatureSource` takes. Randomness is a function of
+    ``sampling.seed``, the samples' ids and ``number``. A text without a drafted round is left out. The texts share
+    their passes, so in a dtype in which a row's numbers depend on the batch, they depend on all ``prompts``.
+    """
+    rooms = [min(int(s.loss_mask.nonzero()[0]) + max_new_tokens, target.info.max_len) for s in prompts]
+    memory = target.new_memory(rows=len(prompts), max_len=max(rooms))
+    stops = frozenset(stop_token_ids)
+    texts = [
+        _begin(target, drafter, memory, prompt, row, room, sampling, number)
+        for row, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
+    ]
+    while active := [t for t in texts if t.token_ids[-1] not in stops and len(t.token_ids) < t.room]:
+        _rounds(target, drafter, memory, active, sampling, stops, draft_ids=draft_ids, top=top)
+    return [_finish(text, drafter.block_size, number) for text in texts if text.rounds]
+
+
+def _begin(
+    target: Target,
+    drafter: Drafter,
+    memory: KVMemory,
+    prompt: Sample,
+    row: int,
+    room: int,
+    sampling: SamplingParams,
+    number: int,
+) -> _Text:
+    """Run the prompt, hand its features to the drafter, and draw the first token."""
+    start = int(prompt.loss_mask.nonzero()[0])
+    ids = prompt.token_ids[:start].to(target.info.device)
+    output = target.forward(ids, memory, rows=(row,), counts=(start,), taps=drafter.taps, last_only=True)
+    assert output.logits is not None and output.features is not None
+    seed = job_seed(sampling.seed, prompt.id, number)
+    streams = RequestStreams.from_seed(seed)
+    context = drafter.open(max_len=room)
+    drafter.extend(context, ids, output.features)
+    first = int(draw_rows(target_probs(output.logits, sampling), streams.residual)[0])
+    return _Text(
+        prompt=prompt,
+        row=row,
+        context=context,
+        streams=streams,
+        labels=torch.Generator().manual_seed(seed % 2**63),
+        token_ids=[*prompt.token_ids[:start].tolist(), first],
+        start=start,
+        room=room,
+        features=[output.features],
+    )
+
+
+def _rounds(
+    target: Target,
+    drafter: Drafter,
+    memory: KVMemory,
+    texts: Sequence[_Text],
+    sampling: SamplingParams,
+    stops: frozenset[int],
+    *,
+    draft_ids: Int[Tensor, "draft_vocab"],
+    top: int,
+) -> None:
+    """A round of every text: draft one by one, verify in one pass, commit."""
+    device, proposals = target.info.device, []
+    for text in texts:
+        limit = min(drafter.block_size, text.room - len(text.token_ids) - 1)
+        proposals.append(
+            drafter.propose(
+                text.context, text.token_ids[-1], sampling=sampling, generator=text.streams.propose, limit=limit
+            )
+        )
+    runs = [
+        torch.cat((torch.tensor(text.token_ids[-1:], device=device), proposal.draft_tokens.to(device)))
+        for text, proposal in zip(texts, proposals, strict=True)
+    ]
+    counts = [run.shape[0] for run in runs]
+    rows = [text.row for text in texts]
+    output = target.forward(torch.cat(runs), memory, rows=rows, counts=counts, taps=drafter.taps)
+    assert output.logits is not None and output.features is not None
+    kept = largest_probs(output.logits, draft_ids, top=top)
+    parts = zip(
+        texts,
+        proposals,
+        runs,
+        *(t.split(counts) for t in (output.logits, output.features, output.final, kept.ids, kept.probs)),
+        strict=True,
+    )
+    for text, proposal, run, logits, features, final, ids, probs in parts:
+        position = len(text.token_ids) - 1
+        found = _judged(text, proposal, logits, sampling, stops, drafter.block_size, SparseTarget(ids, probs))
+        if proposal.block:
+            text.rounds.append(found)
+        used = min(found.committed, proposal.block + 1)  # the anchor, and the drafts that stood
+        memory.rollback(text.row, position + used)
+        drafter.extend(text.context, run[:used], features[:used])
+        text.features.append(features[:used])
+        text.states.append(final[:used])
+
+
+def _judged(
+    text: _Text,
+    proposal: Proposal,
+    logits: Float[Tensor, "run vocab"],
+    sampling: SamplingParams,
+    stops: frozenset[int],
+    block_size: int,
+    target: SparseTarget,
+) -> _Round:
+    """Verify one text's drafts, commit what stands and the target's token, and keep what the loss reads."""
+    drafts = proposal.draft_tokens.to(logits.device)
+    anchor, count = len(text.token_ids) - 1, drafts.shape[0]
+    if sampling.greedy:
+        labels = logits.argmax(-1)
+        verdict = verify_greedy(drafts, labels)
+        chances = (drafts == labels[:count]).float()
+    else:
+        rows = target_probs(logits, sampling)
+        verdict = verify(drafts, proposal.distribution, rows, text.streams)
+        chances = acceptance_probs(drafts, proposal.distribution, rows).float()
+        labels = draw_rows(rows, text.labels)
+    stood = [*drafts[: verdict.accepted].tolist(), verdict.next_token]
+    labels = torch.cat((torch.tensor(stood, device=labels.device), labels[len(stood) :]))
+    run = stood[: next((i + 1 for i, token in enumerate(stood) if token in stops), len(stood))]
+    previous = [text.token_ids[-1], *drafts.tolist()]
+    ends = next((k for k, token in enumerate(previous[1:], 1) if token in stops), count)  # nothing follows a stop
+    text.token_ids += run
+    return _Round(
+        anchor=anchor,
+        prev_ids=_padded(torch.tensor(previous[:count], dtype=torch.long), block_size),
+        labels=_padded(labels[:count].cpu(), block_size),
+        chances=_padded(chances.cpu(), block_size),
+        drafts=min(ends, count),
+        target=SparseTarget(target.ids[:count], target.probs[:count]),
+        committed=len(run),
+    )
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    return torch.cat((values, values.new_zeros(size - values.shape[0])))
+
+
+def _finish(text: _Text, block_size: int, number: int) -> PlayedText:
+    """What a text's rounds left, as the steps take it."""
+    rounds = text.rounds
+    slots = torch.arange(block_size)
+    chances = torch.stack([r.chances for r in rounds])
+    real = slots < torch.tensor([r.drafts for r in rounds])[:, None]
+    reached = torch.cat((torch.ones(len(rounds), 1), chances[:, :-1].cumprod(1)), 1)
+    offsets = torch.tensor([0, *(r.target.ids.shape[0] for r in rounds)]).cumsum(0)
+    rows = (offsets[:-1, None] + slots).clamp(max=int(offsets[-1]) - 1)  # those of missing slots are never read
+    blocks = Blocks(
+        torch.tensor([r.anchor for r in rounds]),
+        torch.stack([r.prev_ids for r in rounds]),
+        torch.stack([r.labels for r in rounds]),
+        real & (reached >= MIN_REACH),
+        slot_worths(chances, real),
+        rows,
+    )
+    final = torch.cat(text.states)
+    features = SampleFeatures(
+        torch.cat(text.features),
+        text.start,
+        torch.cat([r.target.ids for r in rounds]).int(),
+        torch.cat([r.target.probs for r in rounds]).to(final.dtype),
+        final,
+    )
+    ids = torch.tensor(text.token_ids)
+    mask = torch.arange(ids.shape[0]) >= text.start
+    sample = Sample(f"{text.prompt.id}@{number}", text.prompt.domain, ids, mask)
+    return PlayedText(sample, features, blocks, sum(r.committed for r in rounds))
