@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 import dspark
 from dspark import cache_cli
 from dspark.errors import DsparkError
-from dspark.verbs import decoding, formats, load, material, measuring, training
+from dspark.verbs import decoding, eval, formats, load, material, measuring, serve, simulate, training
 from dspark.verbs.options import EXIT_INTERRUPTED, EXIT_USER_ERROR
 
 
@@ -83,23 +83,25 @@ def _dspark(
     pass
 
 
-_VERB_NAMES = {"profile_costs": "profile"}  # where an option of other verbs has the name
-
-for _verb in (
-    decoding.generate,
-    decoding.chat,
-    material.prompts,
-    material.answers,
-    training.train,
-    training.accelerate,
-    measuring.audit,
-    measuring.calibrate,
-    measuring.profile_costs,
-    decoding.demo,
-    formats.inspect,
-    formats.convert,
-):
-    app.command(_VERB_NAMES.get(_verb.__name__))(_verb)
+_VERBS = {
+    "generate": decoding.generate,
+    "chat": decoding.chat,
+    "serve": serve.serve,
+    "accelerate": training.accelerate,
+    "prompts": material.prompts,
+    "answers": material.answers,
+    "train": training.train,
+    "audit": measuring.audit,
+    "eval": eval.evaluate,
+    "calibrate": measuring.calibrate,
+    "profile": measuring.profile_costs,
+    "simulate": simulate.simulate,
+    "demo": decoding.demo,
+    "inspect": formats.inspect,
+    "convert": formats.convert,
+}
+for _name, _verb in _VERBS.items():
+    app.command(_name)(_verb)
 _bench = typer.Typer()
 _bench.callback(invoke_without_command=True)(measuring.bench)
 _bench.command("serve")(load.bench_serve)
