@@ -82,7 +82,8 @@ def random_step(
     certain = np.full(requests, kind == "certain")
     if kind == "mixed":
         certain[::3] = True
-    drafts = Drafts(tokens, certain, None if kind == "certain" else probs, None if kind in ("dense", "certain") else ids)
+    named = None if kind in ("dense", "certain") else ids
+    drafts = Drafts(tokens, certain, None if kind == "certain" else probs, named)
     choices = list(SAMPLINGS.values())
     return Step(logits, lens, drafts, [choices[(i + seed) % len(choices)] for i in range(requests)], seed)
 

@@ -54,7 +54,7 @@ def verify_block(
     """:func:`dspark.maths.rejection.verify` by the joint rule: the same arguments, and the same use of the streams.
 
     Coins are looked at from the last draft backwards up to the first that stands, and s_k is computed for those alone;
-    rows after a draft whose r_k is under all coins to come are not read, for h_k <= r_k and r never rises.
+    rows after a draft of target probability 0 are not read.
     """
     coins = uniforms(len(draft_tokens), streams.accept)
     return judge_block(draft_tokens, distribution, target_probs, coins, uniforms(1, streams.residual))
@@ -71,7 +71,7 @@ def judge_block(
     drafts, verify_len, thrown = draft_tokens.tolist(), len(draft_tokens), coins.tolist()
     chances = draft_probs_of(draft_tokens, distribution).tolist()
     ratios = [1.0]
-    while len(ratios) <= verify_len and min(thrown[len(ratios) - 1 :]) < ratios[-1]:  # h <= r: else none further stands
+    while len(ratios) <= verify_len and ratios[-1] > 0.0:
         k = len(ratios) - 1
         ratios.append(min(ratios[k] * (float(target_probs[k][drafts[k]]) / chances[k]), 1.0))
     accepted = len(ratios) - 1

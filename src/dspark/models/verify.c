@@ -588,20 +588,13 @@ static int stands(struct request *q, int64_t k, double middle, double low, doubl
     return coin < low ? 1 : coin < high || coin < TINY ? -1 : 0;
 }
 
-/* Whether a coin of the drafts after the first ``k`` is under ``chance``; none stands otherwise, for h <= r. */
-static int any_under(const struct request *q, int64_t k, double chance) {
-    for (int64_t i = k; i < q->verify_len; i++)
-        if (q->coins[i] < chance) return 1;
-    return 0;
-}
-
 /* The joint rule of dspark.maths.block_verification. */
 static int jointly(struct request *q, struct work *w, int64_t most_drafts) {
     double *middle = w->ratios, *low = middle + most_drafts + 1, *high = low + most_drafts + 1;
     int64_t accepted = 0;
     int state;
     middle[0] = low[0] = high[0] = 1.0;
-    for (; accepted < q->verify_len && any_under(q, accepted, high[accepted]); accepted++) {
+    for (; accepted < q->verify_len && high[accepted] > 0.0; accepted++) {
         int64_t k = accepted;
         if ((state = prepare(q, k, w)) != SURE) return state;
         double chance = chance_of(q, k), prob = prob_of(w, q->drafts[k]), ratio = prob / chance;
