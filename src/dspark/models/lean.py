@@ -25,7 +25,7 @@ from dspark.models.decoder_config import DecoderConfig, Rope
 from dspark.models.layer import Ops, feed_forward
 from dspark.models.lean_memory import LeanMemory
 from dspark.models.lean_weights import Weights
-from dspark.models.linear import Linear
+from dspark.models.linear import Linear, settle
 from dspark.models.native import native_ops
 from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
@@ -89,6 +89,7 @@ class LeanTarget:
         self._tables: dict[Rope, tuple[Tensor, Tensor]] = {}
         self._plain = PlainOps(config, dtype, self.info.device)
         self._native = native_ops(config, dtype, self.info.device) if native else None
+        settle(self.products)
         with torch.inference_mode():
             self._rows_alike = self._native is not None and rows_alike(self.products, dtype)
 

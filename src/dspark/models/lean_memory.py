@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dspark.models import huge_pages
 from dspark.models.decoder_config import DecoderConfig
 from dspark.models.ragged import Run
 from dspark.models.target import KVMemory
@@ -50,7 +51,10 @@ class LeanMemory(KVMemory):
     ) -> None:
         size = (config.num_layers, 2, pages, config.num_kv_heads, page_size, config.head_dim)
         self.pages, self.page_size = pages, page_size
-        self.both = torch.zeros(size, dtype=dtype, device=device)
+        self.both = torch.empty(size, dtype=dtype, device=device)
+        if self.both.device.type == "cpu":
+            huge_pages.before_use(self.both.data_ptr(), self.both.nbytes)
+        self.both.zero_()
         self.keys, self.values = list(self.both[:, 0]), list(self.both[:, 1])
 
     @property

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+
+from dspark.models import huge_pages
 
 
 class Linear:
@@ -49,11 +51,24 @@ class Linear:
         assert self._raw is not None, "this Linear was made without keep_raw"
         return self._raw
 
+    def place(self) -> tuple[int, int]:
+        """Address and bytes of the weight that products read; (0, 0) where it does not lie in this machine's memory."""
+        if self._packed is not None and hasattr(torch.ops.mkldnn, "data_ptr"):
+            return torch.ops.mkldnn.data_ptr(self._packed), torch.ops.mkldnn._nbytes(self._packed)
+        if self._raw is not None and self._raw.device.type == "cpu":
+            return self._raw.data_ptr(), self._raw.nbytes
+        return 0, 0
+
     def __call__(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
         if self._packed is None:
             assert self._raw is not None
             return F.linear(x, self._raw, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+
+def settle(products: Iterable[Linear]) -> None:
+    """Bring the weights of a model that has just been loaded into large pages (:mod:`dspark.models.huge_pages`)."""
+    huge_pages.gather(place for product in products if (place := product.place())[1])
 
 
 @functools.cache

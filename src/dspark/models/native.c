@@ -11,6 +11,7 @@
 
 #define LANES 16
 #define HEAD_VECTORS (HEAD_DIM / LANES)
+#define AHEAD 4096 /* bytes asked for ahead of their use */
 #define QUERY_BLOCK 8 /* queries that share one reading of keys and values */
 #define HELD (HEAD_VECTORS <= 4 ? 4 : HEAD_VECTORS <= 8 ? 2 : 1) /* queries whose sums of values stay in registers */
 
@@ -193,6 +194,33 @@ static float softmax(float *scores, int64_t length, int64_t first, int64_t last)
     return sum(total);
 }
 
+/* Stretches of neighbouring positions of one head, page by page: where keys or values lie, and how many to their end. */
+struct walk {
+    const state *from;
+    int64_t count;
+    const int64_t *page; /* in the table */
+    int64_t offset;      /* of the first position in it */
+};
+
+static inline const state *stretch(const struct attention *a, const state *base, int64_t head, const struct walk *w) {
+    return base + ((*w->page * a->kv_heads + head) * a->page_size + w->offset) * HEAD_DIM;
+}
+
+/* Ask for what lies at ``from`` before it is used. */
+static inline void expect(const state *from, int64_t count) {
+    int64_t bytes = count * HEAD_DIM * (int64_t)sizeof(state);
+    for (int64_t i = 0; i < bytes && i < AHEAD; i += 64) __builtin_prefetch((const char *)from + i);
+}
+
+/* Begin at ``w->page`` and ``w->offset``, with ``left`` positions to go. */
+static inline void enter_page(const struct attention *a, const state *base, int64_t head, struct walk *w, int64_t left) {
+    w->from = stretch(a, base, head, w);
+    w->count = a->page_size - w->offset < left ? a->page_size - w->offset : left;
+    if (w->count == left) return;
+    struct walk next = {.page = w->page + 1};
+    expect(stretch(a, base, head, &next), left - w->count < a->page_size ? left - w->count : a->page_size);
+}
+
 /* Scores of some queries and ``count`` keys that lie together; may write up to 3 more behind each query's last. */
 static void score(const float *const *query, int64_t queries, const state *keys, int64_t count, float *scores,
                   int64_t stride) {
@@ -228,10 +256,13 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
         int64_t n = begin + q;
         query[q] = a->queries + ((first_token + n / GROUP) * heads + n % GROUP * a->kv_heads + head) * HEAD_DIM;
     }
-    for (int64_t j = 0, n; j < length; j += n) {
-        n = a->page_size - (start + j) % a->page_size;
-        if (n > length - j) n = length - j;
-        score(query, count, a->keys + place(a, request, head, start + j), n, scores + j, stride);
+    const struct walk begin_at = {.page = a->table + request * a->stretches + start / a->page_size,
+                                  .offset = start % a->page_size};
+    struct walk w = begin_at;
+    expect(stretch(a, a->values, head, &w), a->page_size - w.offset < length ? a->page_size - w.offset : length);
+    for (int64_t j = 0; j < length; j += w.count, w.page++, w.offset = 0) {
+        enter_page(a, a->keys, head, &w, length - j);
+        score(query, count, w.from, w.count, scores + j, stride);
     }
     for (int64_t q = 0; q < count; q++) {
         int64_t position = a->position[first_token + (begin + q) / GROUP];
@@ -245,13 +276,12 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
         memset(sums, 0, sizeof sums);
         const float *weight[HELD];
         for (int k = 0; k < HELD; k++) weight[k] = scores + (q + k < count ? q + k : count - 1) * stride;
-        for (int64_t j = 0, n; j < length; j += n) {
-            n = a->page_size - (start + j) % a->page_size;
-            if (n > length - j) n = length - j;
-            const state *values = a->values + place(a, request, head, start + j);
-            for (int64_t m = 0; m < n; m++)
+        w = begin_at;
+        for (int64_t j = 0; j < length; j += w.count, w.page++, w.offset = 0) {
+            enter_page(a, a->values, head, &w, length - j);
+            for (int64_t m = 0; m < w.count; m++)
                 for (int i = 0; i < HEAD_VECTORS; i++) {
-                    vec value = load(values + m * HEAD_DIM + i * LANES);
+                    vec value = load(w.from + m * HEAD_DIM + i * LANES);
                     for (int k = 0; k < HELD; k++) sums[k][i] += weight[k][j + m] * value;
                 }
         }
