@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from dspark.errors import RequestError
 from dspark.serve.engine import Engine
@@ -28,6 +28,7 @@ IDLE_SECONDS = 1.0  # a sleeping thread looks around so often
 _log = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Stream(Protocol):
     """Where a request's events go. ``loop`` None: ``put`` may be called in the engine's thread."""
 
