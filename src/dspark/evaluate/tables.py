@@ -158,7 +158,8 @@ def print_tables(found: Sequence[TextTable], facts: Sequence[str]) -> None:
 
     out = Console(highlight=False)
     for table in found:
-        body = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=table.title, title_justify="left")
+        out.print(table.title, soft_wrap=True, style="bold")
+        body = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         body.add_column(table.head[0])
         for name in table.head[1:]:
             body.add_column(name, justify="right")
