@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from dspark.errors import ScheduleError
 from dspark.maths import global_scheduling as rules
+from dspark.maths.global_scheduling import NUMPY, Arithmetic, Ranked
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,14 +72,19 @@ class ThresholdBatch:
 
 @dataclass(frozen=True, eq=False)
 class GreedyBatch:
-    """Algorithm 1 against ``sps`` [max_tokens + 1], steps per second when a step carries B tokens."""
+    """Algorithm 1 against ``sps`` [max_tokens + 1], steps per second when a step carries B tokens.
+
+    ``arithmetic`` is numpy's, or a faster one (:func:`dspark.models.native_schedule.fast_arithmetic`).
+    """
 
     needs_confidence: ClassVar[bool] = True
     sps: Float[np.ndarray, "max_tokens_plus_1"]
+    arithmetic: Arithmetic = NUMPY
 
     def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
         sps = self.sps if drafts.sps is None else drafts.sps
-        return rules.greedy_lens_of_products(rules.survivals(drafts.confidence), sps)
+        ranked = self.arithmetic.ranked(drafts.confidence)
+        return self.arithmetic.admit(ranked, self.arithmetic.greedy(ranked, sps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +92,7 @@ class _Past:
     """A step as the lagged scheduler remembers it."""
 
     request_ids: Int[np.ndarray, "requests"]
-    survival: Float[np.ndarray, "requests block"]
-    ordered: Float[np.ndarray, "candidates"]
+    ranked: Ranked
 
 
 class LaggedBatch:
@@ -102,13 +107,20 @@ class LaggedBatch:
     needs_confidence: ClassVar[bool] = True
     LAG = 2  # steps
 
-    def __init__(self, sps: Float[np.ndarray, "max_tokens_plus_1"], *, block_size: int, guess: float = 0.7) -> None:
-        """``guess`` in [0, 1], for a block of ``block_size`` drafts."""
+    def __init__(
+        self,
+        sps: Float[np.ndarray, "max_tokens_plus_1"],
+        *,
+        block_size: int,
+        guess: float = 0.7,
+        arithmetic: Arithmetic = NUMPY,
+    ) -> None:
+        """``guess`` in [0, 1], for a block of ``block_size`` drafts; ``arithmetic`` as in :class:`GreedyBatch`."""
         if not 0.0 <= guess <= 1.0:
             raise ScheduleError(f"guess is {guess}; it must be a confidence in [0, 1]")
         if block_size < 0:
             raise ScheduleError(f"block_size is {block_size}; it must be 0 or more")
-        self.sps = sps
+        self.sps, self._arithmetic = sps, arithmetic
         self._guess = np.full(block_size, guess).cumprod()
         self._past: deque[_Past] = deque(maxlen=self.LAG)
         self._foreseen: tuple[Int[np.ndarray, "requests"], int] | None = None
@@ -121,8 +133,9 @@ class LaggedBatch:
         sps = self.sps if sps is None else sps
         requests, past = len(request_ids), self._past[0] if len(self._past) == self.LAG else None
         if past is not None and np.array_equal(past.request_ids, request_ids):
-            return rules.best_capacity(past.ordered, sps, requests)
-        return rules.choose_capacity(self._known(past, request_ids), sps, requests)
+            return self._arithmetic.capacity(past.ranked.ordered, sps, requests)
+        known = self._arithmetic.descending(self._known(past, request_ids))
+        return self._arithmetic.capacity(known, sps, requests)
 
     def foresee(
         self, request_ids: Int[np.ndarray, "requests"], sps: Float[np.ndarray, "max_tokens_plus_1"] | None = None
@@ -141,10 +154,9 @@ class LaggedBatch:
             capacity = foreseen[1]
         else:
             capacity = self.capacity(drafts.request_ids, drafts.sps)
-        survival = rules.survivals(drafts.confidence)
-        ordered = rules.descending(survival)
-        self._past.append(_Past(drafts.request_ids, survival, ordered))
-        return rules.admit_ordered(survival, ordered, capacity)
+        ranked = self._arithmetic.ranked(drafts.confidence)
+        self._past.append(_Past(drafts.request_ids, ranked))
+        return self._arithmetic.admit(ranked, capacity)
 
     def _known(
         self, past: _Past | None, request_ids: Int[np.ndarray, "requests"]
@@ -155,5 +167,5 @@ class LaggedBatch:
             order = np.argsort(past.request_ids)
             places = np.searchsorted(past.request_ids, request_ids, sorter=order).clip(max=len(order) - 1)
             there = past.request_ids[order[places]] == request_ids
-            rows[there] = past.survival[order[places[there]]]
+            rows[there] = past.ranked.survival[order[places[there]]]
         return rows

@@ -136,7 +136,7 @@ class DraftPlanner:
         useful = proposal.proposed.copy()
         for row, i in enumerate(places):
             shaper = flights[i].shaper
-            if useful[row] and isinstance(shaper, JudgesDrafts):
+            if shaper is not None and useful[row] and isinstance(shaper, JudgesDrafts):
                 try:
                     useful[row] = min(useful[row], shaper.useful(drafts[row][: useful[row]]))
                 except Exception as error:

@@ -220,7 +220,7 @@ class Engine:
                 want_logits=False,
             )
             final = output.final
-            if len(batch.rows) < len(batch.token_ids):
+            if batch.rows != list(range(len(batch.token_ids))):  # prompt rows that are told come after the judged
                 final = final[torch.tensor(batch.rows, dtype=torch.long, device=device)]
             logits = self.target.logits(final) if batch.rows else None
         except Exception as error:
@@ -290,13 +290,15 @@ class Engine:
         outcomes: list[Outcome] = []
         self._tell_prompts(batch, output)
         row = 0
-        for i, judged in enumerate(batch.judged):
+        drawn = [] if verdict is None else zip(verdict.accepted.tolist(), verdict.next_tokens.tolist(), strict=True)
+        for i, (judged, (accepted, next_token)) in enumerate(zip(batch.judged, drawn, strict=True)):
+            assert verdict is not None
             first, row = row, row + judged.verify_len + 1
-            assert verdict is not None and output.logits is not None
+            if i in verdict.errors:
+                self._fail(judged.flight, verdict.errors[i])
+                continue
             try:
-                one = verdict.of(i)
-                logits = output.logits[first:row]
-                outcomes.append(self._commit_one(judged, one.accepted, one.next_token, logits))
+                outcomes.append(self._commit_one(judged, accepted, next_token, output.logits, first))
             except Exception as error:
                 self._fail(judged.flight, error)
         for flight in batch.flights:
@@ -307,14 +309,16 @@ class Engine:
                 self._close(outcome.flight, outcome.finish_reason)
         return outcomes
 
-    def _commit_one(self, judged: Judged, accepted: int, next_token: int, logits: Tensor) -> Outcome:
+    def _commit_one(self, judged: Judged, accepted: int, next_token: int, logits: Tensor | None, first: int) -> Outcome:
+        """A round's new tokens; ``first`` is the request's first row of ``logits``."""
         flight, drafts = judged.flight, judged.drafts
         outcome = take_in(flight, [*drafts[:accepted], next_token])
         run = outcome.token_ids
         if flight.shaper is not None:
             flight.shaper.commit(run)
         if (top := flight.request.logprobs) is not None:
-            outcome.logprobs = tuple(row_logprobs(logits[: len(run)], run, top=top))
+            assert logits is not None
+            outcome.logprobs = tuple(row_logprobs(logits[first : first + len(run)], run, top=top))
         if flight.request.prompt_logprobs is not None and flight.output_len == len(run):
             outcome.prompt_logprobs = tuple(flight.prompt_logprobs)
         outcome.drafted, outcome.verify_len = len(drafts), judged.verify_len

@@ -193,7 +193,7 @@ def _count_pages(target: Target, tables: PageTables, config: EngineConfig, *, le
     else:
         page = target.new_memory(rows=1, max_len=min(tables.page_size, target.info.max_len))
         mib = config.memory_mib or DEFAULT_MEMORY_MIB
-        pages = mib * 2**20 // page.nbytes
+        pages = mib * 2**20 // max(1, page.nbytes)
     if pages < tables.pages_for(least):
         raise ConfigError(
             f"the engine's memory holds {pages} pages of {tables.page_size} tokens, too few for any request; "
