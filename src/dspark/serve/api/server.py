@@ -16,7 +16,6 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dspark.errors import ConfigError
 from dspark.serve.api.config import ApiConfig
 from dspark.serve.api.errors import ApiError, bad_request, crowded
 from dspark.serve.api.front import HEADERS
@@ -171,12 +170,7 @@ def make_server(
     port: int = 8000,
     listening: Callable[[int], None] | None = None,
 ) -> Server:
-    """A server that is ready to run. ``port`` 0 takes a free one. ``make`` is called in the server's event loop.
-
-    Raises :class:`ConfigError` for a port that cannot be.
-    """
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"port is {port}; it must be 0 (any) to 65535")
+    """A server that is ready to run. ``port`` 0 takes a free one. ``make`` is called in the server's event loop."""
     held: list[Server] = []
 
     def made() -> ASGIApp:

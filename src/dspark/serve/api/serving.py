@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.bundle import Bundle
-from dspark.errors import DataError
+from dspark.errors import ConfigError, DataError
 from dspark.serve.api.app import make_app
 from dspark.serve.api.config import ApiConfig, ServedModel
 from dspark.serve.api.logs import note, set_up
@@ -81,6 +82,7 @@ def run(
 
     ``say`` gets lines for people, on stdout; the log goes to stderr, a JSON object a line.
     """
+    check_address(host, port)
     bundle = Bundle.load(wanted.model, wanted.drafter, candidates=candidates, **place)
     engine = AsyncEngine(build_engine(bundle, engine_config, calibrations=calibrations, profile=profile))
     model = ServedModel(
@@ -102,6 +104,23 @@ def run(
 
     server = make_server(lambda: make_app(engine, model, config), config, host=host, port=port, listening=listening)
     return serve_to_the_end(server, engine)
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise :class:`ConfigError` for an address that cannot be listened at, before a model is loaded for it."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port is {port}; it must be 0 (any) to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"host is {host!r}, which has no address here ({error.strerror}); give another") from None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                door.bind(address)
+            except OSError as error:
+                raise ConfigError(f"port is {port}, which cannot be had at {host} ({error.strerror})") from None
 
 
 def serve_to_the_end(server: Server, engine: AsyncEngine) -> int:
