@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import TableTarget
+from tiny_drafter import tiny_drafter
 from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
@@ -15,7 +16,6 @@ from dspark.maths.sampling import target_probs
 from dspark.maths.shaping import Shaper
 from dspark.models import native
 from dspark.models.backbone import BlockBatch, DraftModel, GemmaDraftLayer
-from dspark.models.draft_config import DraftConfig
 from dspark.models.dspark import DraftContext, DsparkDrafter
 from dspark.models.heads import sequential_logits
 
@@ -42,10 +42,8 @@ def model(**changes: object) -> DraftModel:
     fields: dict = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
-        "num_target_layers": 6,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 4,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
         "block_size": GAMMA,
@@ -54,10 +52,7 @@ def model(**changes: object) -> DraftModel:
         "markov_rank": 6,
         "max_position_embeddings": 4200,
     }
-    torch.manual_seed(0)
-    made = DraftModel(DraftConfig(**{**fields, **changes}))
-    for parameter in made.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.5 + (1.0 if parameter.dim() == 1 else 0.0)
+    made = tiny_drafter(norms=1.0, **{**fields, **changes})
     if made.d2t is not None:
         ids = torch.randperm(VOCAB)[: made.d2t.shape[0]].sort().values
         made.d2t.copy_(ids - torch.arange(len(ids)))
@@ -67,12 +62,12 @@ def model(**changes: object) -> DraftModel:
     return made
 
 
-def training_form(made: DraftModel, table: TableTarget, features: Tensor) -> Tensor:
-    """States of the block behind ``features`` with anchor 7, by the training forward."""
+def training_form(made: DraftModel, table: TableTarget, features: Tensor, size: int = GAMMA) -> Tensor:
+    """States of a block of ``size`` predictions behind ``features`` with anchor 7, by the training forward."""
     depth = features.shape[0]
     batch = BlockBatch(features, [depth], torch.tensor([depth]), [1])
     with torch.no_grad():
-        return made(batch, table.embed(torch.tensor([7])), table.embed(torch.tensor([3]))[0])[0]
+        return made(batch, table.embed(torch.tensor([7])), table.embed(torch.tensor([3]))[0], size)[0]
 
 
 def fed(drafter: DsparkDrafter, features: Tensor, pieces: list[int]) -> DraftContext:
@@ -82,10 +77,10 @@ def fed(drafter: DsparkDrafter, features: Tensor, pieces: list[int]) -> DraftCon
     return state
 
 
-def states_of(drafter: DsparkDrafter, state: DraftContext) -> Tensor:
+def states_of(drafter: DsparkDrafter, state: DraftContext, size: int = GAMMA) -> Tensor:
     """States of the block with anchor 7."""
     with torch.inference_mode():
-        return drafter.backbone(state.memory, [0], [7])[0]
+        return drafter.backbone(state.memory, [0], [7], [size])
 
 
 def propose(
@@ -260,11 +255,19 @@ def test_confidence_is_of_the_prefix_alone() -> None:
         torch.testing.assert_close(first.confidence, made.confidence_head(inputs).sigmoid(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_limit_shortens_the_block_and_does_not_change_it() -> None:
-    drafter = DsparkDrafter(model(), target())
-    state = fed(drafter, torch.randn(12, 2 * HIDDEN), [12])
-    whole, short = propose(drafter, state, SAMPLED), propose(drafter, state, SAMPLED, limit=2)
-    assert torch.equal(short.draft_tokens, whole.draft_tokens[:2])
+@pytest.mark.parametrize("name", ["vanilla", "dflash, anchor's slot given", "gemma4"])
+def test_a_limit_runs_a_shorter_block(name: str) -> None:
+    """The states of a limited proposal are those of a training block that ends as early."""
+    made, table = model(**SHAPES[name]), target()
+    drafter = DsparkDrafter(made, table)
+    features = torch.randn(12, 2 * HIDDEN)
+    state = fed(drafter, features, [12])
+    for size in (1, 2, 4):
+        expected = training_form(made, table, features, size)
+        torch.testing.assert_close(states_of(drafter, state, size), expected, rtol=2e-4, atol=2e-4)
+        proposal = propose(drafter, state, SAMPLED, limit=size)
+        assert proposal.block == size
+        assert proposal.confidence is None or proposal.confidence.shape == (size,)
     assert propose(drafter, state, SAMPLED, limit=0).block == 0
 
 

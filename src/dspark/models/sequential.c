@@ -38,7 +38,7 @@ struct sequential {
     const double *uniforms; /* [requests, block] in [0, 1); those of greedy requests are not read */
     int64_t *support;       /* out [requests, block, candidates]: target ids, largest base logit first */
     float *probs;           /* out [requests, block, candidates] */
-    int64_t *tokens;        /* out [requests, block]: target ids */
+    int64_t *tokens;        /* out [requests, 1 + block]: target ids, the anchor first; 0 where nothing is drafted */
     int64_t count, block, width, rank, candidates;
 };
 
@@ -233,8 +233,9 @@ static void distribution(float *logits, int64_t count, const struct request *r, 
 /* Draft block ``n``. ``keys`` has room for a row's keys and then for ``candidates`` of each position. */
 static void draft_block(const struct sequential *s, int64_t n, uint64_t *keys, float *tops) {
     struct request *r = s->requests + n;
-    int64_t count = s->candidates, previous = r->anchor;
+    int64_t count = s->candidates, previous = r->anchor, *tokens = s->tokens + n * (s->block + 1);
     uint64_t *chosen = keys + s->width;
+    tokens[0] = previous;
     for (int64_t k = 0; k < r->count; k++) {
         if (r->half) choose((const uint16_t *)r->base + k * s->width, 1, s->width, count, keys, tops);
         else choose((const float *)r->base + k * s->width, 0, s->width, count, keys, tops);
@@ -258,10 +259,11 @@ static void draft_block(const struct sequential *s, int64_t n, uint64_t *keys, f
             place = draw(row, count, s->uniforms[at]);
             if (place < 0) {
                 r->failed = 1;
+                memset(tokens + 1, 0, s->block * sizeof *tokens);
                 return;
             }
         }
-        s->tokens[at] = previous = s->support[at * count + place];
+        tokens[k + 1] = previous = s->support[at * count + place];
     }
 }
 

@@ -47,8 +47,9 @@ class BlockAsk:
 class Drafted:
     """What the stage drew, a row per request, as wide as the longest block asked for. All ids are the target's.
 
-    Entries behind a request's own block are 0, and so are all ids of a request that ``failed``, because a position's
-    logits left no token. ``probs`` are those of sampled requests; of greedy ones they say nothing.
+    ``token_ids`` behind a request's own block are 0, and so are all of a request that ``failed``, because a position's
+    logits left no token; other entries there say nothing. ``probs`` are those of sampled requests; of greedy ones they
+    say nothing.
     """
 
     token_ids: Int[Tensor, "requests block"]
@@ -101,13 +102,13 @@ class SequentialStage:
         from its own generator, whatever the others ask.
         """
         block = max((len(ask.base) for ask in asks), default=0) if block is None else block
-        shares = torch.zeros(len(asks), block, dtype=torch.float64)
+        shares = np.zeros((len(asks), block))
         for i, ask in enumerate(asks):
             if not ask.sampling.greedy:
-                shares[i, : len(ask.base)] = uniforms(len(ask.base), ask.generator)
+                shares[i, : len(ask.base)] = uniforms(len(ask.base), ask.generator).numpy()
         if self._library is not None:
             return self._fused(self._library, asks, shares)
-        return self._plain(asks, hidden, shares.to(self.device))
+        return self._plain(asks, hidden, torch.from_numpy(shares).to(self.device))
 
     def _plain(self, asks: Sequence[BlockAsk], hidden: Tensor, shares: Float[Tensor, "requests block"]) -> Drafted:
         """The loop of the paper, over the full vocabulary or over candidates, a position of all blocks at a time.
@@ -115,7 +116,7 @@ class SequentialStage:
         Behind its own end a block goes on with its last position, for nothing.
         """
         if not asks:
-            return self._drafted(asks, torch.zeros(0, shares.shape[1] + 1, dtype=torch.long), None, None, set())
+            return _drafted(torch.zeros(0, shares.shape[1] + 1, dtype=torch.long), None, None, set())
         counts = torch.tensor([len(ask.base) for ask in asks], device=self.device)
         base = torch.cat([ask.base.float() for ask in asks])
         columns = support = None
@@ -140,12 +141,14 @@ class SequentialStage:
             supports.append(places if support is None else support[rows])
             ids.append(places if support is None else supports[-1].gather(1, places[:, None])[:, 0])
         missing = shares.shape[1] + 1 - len(ids)
-        ids += [torch.zeros_like(ids[0])] * missing
+        found = torch.stack([*ids, *[torch.zeros_like(ids[0])] * missing], 1)
+        counts[sorted(failed)] = 0
+        found *= torch.arange(found.shape[1], device=self.device) <= counts[:, None]
         if greedy:
-            return self._drafted(asks, torch.stack(ids, 1), None, None, failed)
+            return _drafted(found, None, None, failed)
         padding = (0, 0, 0, missing)
         held = None if support is None else F.pad(torch.stack(supports, 1), padding)
-        return self._drafted(asks, torch.stack(ids, 1), F.pad(torch.stack(probs, 1), padding), held, failed)
+        return _drafted(found, F.pad(torch.stack(probs, 1), padding), held, failed)
 
     def _bias(
         self, latents: Float[Tensor, "requests rank"], columns: Int[Tensor, "requests candidates"] | None
@@ -173,7 +176,7 @@ class SequentialStage:
         return weights
 
     def _fused(
-        self, library: ctypes.CDLL, asks: Sequence[BlockAsk], shares: Float[Tensor, "requests block"]
+        self, library: ctypes.CDLL, asks: Sequence[BlockAsk], shares: Float[np.ndarray, "requests block"]
     ) -> Drafted:
         """The same over candidates, in one call."""
         count, block = shares.shape
@@ -188,9 +191,9 @@ class SequentialStage:
             table[name] = [getattr(ask.sampling, name) for ask in asks]
         shape = (count, block, self.candidates)
         support, probs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-        ids = torch.zeros(count, block, dtype=torch.long)
+        ids = torch.zeros(count, block + 1, dtype=torch.long)
         call = _Sequential(count=count, block=block, width=self._width, candidates=self.candidates)
-        call.requests, call.uniforms = table.ctypes.data, shares.data_ptr()
+        call.requests, call.uniforms = table.ctypes.data, shares.ctypes.data
         call.support, call.probs, call.tokens = support.data_ptr(), probs.data_ptr(), ids.data_ptr()
         call.names = None if self._token_ids is None else self._token_ids.data_ptr()
         if self.head is not None:
@@ -198,31 +201,19 @@ class SequentialStage:
             call.w1, call.w2, call.rank = w1.data_ptr(), w2.data_ptr(), w1.shape[1]
         if library.draft(ctypes.byref(call)):
             raise MemoryError("no memory to choose candidates; lower candidates or block_size")
-        anchors = torch.from_numpy(table["anchor"].copy())[:, None]
         failed = set(table["failed"].nonzero()[0].tolist())
-        if all(ask.sampling.greedy for ask in asks):
-            return self._drafted(asks, torch.cat((anchors, ids), 1), None, None, failed)
-        return self._drafted(asks, torch.cat((anchors, ids), 1), probs, support, failed)
+        if not table["temperature"].any():
+            return _drafted(ids, None, None, failed)
+        return _drafted(ids, probs, support, failed)
 
-    def _drafted(
-        self,
-        asks: Sequence[BlockAsk],
-        ids: Int[Tensor, "requests block_plus_1"],  # the anchor first
-        probs: Tensor | None,
-        support: Tensor | None,
-        failed: set[int],
-    ) -> Drafted:
-        """The result, with nothing behind the blocks and nothing of those that failed."""
-        counts = torch.tensor([len(ask.base) for ask in asks], dtype=torch.long, device=ids.device)[:, None]
-        counts[sorted(failed)] = 0
-        inside = torch.arange(ids.shape[1] - 1, device=ids.device) < counts
-        return Drafted(
-            token_ids=ids[:, 1:] * inside,
-            prev_ids=ids[:, :-1] * inside,
-            probs=probs,
-            support_ids=support,
-            failed=frozenset(failed),
-        )
+
+def _drafted(
+    ids: Int[Tensor, "requests block_plus_1"], probs: Tensor | None, support_ids: Tensor | None, failed: set[int]
+) -> Drafted:
+    """``ids`` are those of the anchors, then of the drafts."""
+    return Drafted(
+        token_ids=ids[:, 1:], prev_ids=ids[:, :-1], probs=probs, support_ids=support_ids, failed=frozenset(failed)
+    )
 
 
 def _filters(sampling: SamplingParams) -> tuple[float, int, float, float]:
