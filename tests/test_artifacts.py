@@ -155,7 +155,7 @@ def test_manifest_round_trip_and_its_errors(tmp_path: Path) -> None:
         read_manifest(tmp_path / "absent", "drafter", 3)
     for content, message in (
         ("{", "unreadable"),
-        ("[]", "not a dspark manifest"),
+        ("[]", "no JSON object"),
         ('{"kind": "drafter"}', "needs kind"),
     ):
         (tmp_path / "manifest.json").write_text(content)

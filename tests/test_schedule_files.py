@@ -70,7 +70,7 @@ def test_files_come_back_as_they_were(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "is unreadable"),
-        ("[]", "is kind None"),
+        ("[]", "holds a list and no JSON object"),
         (json.dumps({"kind": "profile", "version": 1, "fields": {}}), "is kind 'profile', version 1"),
         (json.dumps({"kind": "calibration", "version": 9, "fields": {}}), "version 9"),
         (
@@ -83,7 +83,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(DataError, match=message):
         Calibration.read(tmp_path / "c.json")
-    with pytest.raises(DataError, match="does not exist; make it with dspark profile"):
+    with pytest.raises(DataError, match="is missing; make it with dspark profile"):
         Profile.read(tmp_path / "none.json")
     with pytest.raises(DataError):
         Profile.read(tmp_path / "c.json")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import dspark
-from dspark.errors import ConfigError, DataError
+from dspark.errors import ConfigError, DataError, DsparkError
 
 MANIFEST_NAME = "manifest.json"
 STALE_SECONDS = 24 * 3600  # a temporary folder untouched for this long belongs to a process that died
@@ -184,14 +184,11 @@ def write_manifest(folder: Path | str, kind: str, version: int, fields: Mapping[
 def read_manifest(folder: Path | str, kind: str, version: int) -> Manifest:
     """Read the manifest of a folder that must be of ``kind`` and ``version``; anything else is a :class:`DataError`."""
     path = Path(folder) / MANIFEST_NAME
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{folder} holds no {MANIFEST_NAME}; it is not a finished {kind} folder") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is unreadable ({error}); make the folder again") from None
+    if not path.is_file():
+        raise DataError(f"{folder} holds no {MANIFEST_NAME}; it is not a finished {kind} folder")
+    content = read_json(path, remedy="make the folder again")
     expected = {"kind": str, "version": int, "fields": dict, "provenance": dict}
-    if not isinstance(content, dict) or any(not isinstance(content.get(k), t) for k, t in expected.items()):
+    if any(not isinstance(content.get(k), t) for k, t in expected.items()):
         raise DataError(f"{path} is not a dspark manifest; it needs {', '.join(expected)}")
     if content["kind"] != kind:
         raise DataError(f"{path}: kind is {content['kind']!r}; a {kind!r} folder is needed here")
@@ -252,6 +249,27 @@ def _cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path | str, *, remedy: str, error: type[DsparkError] = DataError) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``error`` with the ``remedy`` if there is none."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path} is missing; {remedy}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as reason:
+        raise error(f"{path} is unreadable ({reason}); {remedy}") from None
+    if not isinstance(content, dict):
+        raise error(f"{path} holds a {type(content).__name__} and no JSON object; {remedy}")
+    return content
+
+
+def tuples(value: Any) -> Any:  # Any: whatever JSON holds
+    """``value`` with JSON's lists as tuples, at every depth of lists."""
+    return tuple(tuples(item) for item in value) if isinstance(value, list) else value
 
 
 # --- JSON lines ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dspark.artifacts import tuples
 from dspark.core import SamplingParams
 from dspark.errors import ConfigError
 
@@ -58,7 +59,7 @@ def typed(name: str, text: str, default: object) -> object:
     except json.JSONDecodeError:
         value = text
     if isinstance(default, tuple):
-        value = _tuples(value)
+        value = tuples(value)
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if isinstance(default, str) and not isinstance(value, str):
@@ -66,7 +67,3 @@ def typed(name: str, text: str, default: object) -> object:
     if type(value) is not type(default):
         raise ConfigError(f"{name} is {text!r}; it must be like its default, {json.dumps(default)}")
     return value
-
-
-def _tuples(value: object) -> object:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dspark.artifacts import atomic_write_text, provenance
+from dspark.artifacts import atomic_write_text, provenance, read_json, tuples
 from dspark.core import SamplingParams
 from dspark.errors import ConfigError, DataError
 from dspark.maths.calibrated_scheduling import CalibratedScheduler, EstimatingScheduler
@@ -257,23 +257,13 @@ def _write(path: Path | str, kind: str, fields: Mapping[str, Any]) -> None:
 def _read(path: Path | str, kind: str) -> dict[str, Any]:
     """Fields of a file that must be of ``kind``; lists come as tuples."""
     remedy = f"make it with dspark {_VERBS[kind]}"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; {remedy}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is unreadable ({error}); {remedy}") from None
-    found = (content.get("kind"), content.get("version")) if isinstance(content, dict) else (None, None)
+    content = read_json(path, remedy=remedy)
+    found = (content.get("kind"), content.get("version"))
     if found != (kind, VERSION) or not isinstance(content.get("fields"), dict):
         raise DataError(
             f"{path} is kind {found[0]!r}, version {found[1]!r}; a {kind} of version {VERSION} is needed: {remedy}"
         )
-    return {name: _frozen(value) for name, value in content["fields"].items()}
+    return {name: tuples(value) for name, value in content["fields"].items()}
 
 
 _VERBS = {"calibration": "calibrate", "profile": "profile"}
-
-
-def _frozen(value: Any) -> Any:
-    """JSON's lists as tuples."""
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

@@ -183,7 +183,7 @@ def test_files_that_are_not_ours_are_left_alone(chat: ChatFormat, tmp_path: Path
         AnswerFile(path, settings(chat), PROMPTS)
     for content, words in (
         ("{", "unreadable"),
-        ("[]", "not the manifest"),
+        ("[]", "no JSON object"),
         ('{"kind": "answers", "version": 99}', "not the manifest"),
         ('{"kind": "answers", "version": 1, "fields": {"prompts": 3}}', "lacks its fields"),
     ):

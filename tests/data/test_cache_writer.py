@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from cache_fakes import TAPS, independent_read, table_build, table_form, table_samples, table_target
+from strikes import kills
 
 from dspark.data import cache_writer
 from dspark.data.cache_reader import FeatureCache
@@ -70,7 +71,7 @@ def build_slowly(folder: Path, form: str, encoding: str) -> None:
 def test_a_build_killed_at_any_moment_resumes_to_the_same_bytes(tmp_path: Path, form: str, encoding: str) -> None:
     table_build(tmp_path / "whole", table_form(form, encoding), table_samples()).run(table_target())
     draws, killed = random.Random(form + encoding), 0
-    for _ in range(8):
+    for _ in range(kills(8)):
         child = multiprocessing.get_context("fork").Process(
             target=build_slowly, args=(tmp_path / "torn", form, encoding)
         )

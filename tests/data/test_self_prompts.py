@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strikes import killed_until_done, kills
 from tiny_chat import save_chat_model
 
 from dspark.chat import ChatFormat
@@ -143,6 +146,22 @@ def test_prompts_do_not_depend_on_rows_or_interruptions(folder: Path, chat: Chat
         write(tmp_path / "b.jsonl", target, chat, other, rows=5)
     fewer = SelfPromptConfig(**{**config.__dict__, "count": 2})
     assert write(tmp_path / "b.jsonl", target, chat, fewer, rows=5).prompts == whole.prompts[:2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_prompts_survive_kills(folder: Path, chat: ChatFormat, tmp_path: Path) -> None:
+    """SIGKILL at random moments: no draft on the disk is lost, and the prompts are those of an undisturbed run."""
+    target, times = ascii_target(folder, chat), kills(5)
+    config = SelfPromptConfig(count=3 * times, seed=3, max_new_tokens=12, least_words=1, most_repetition=1.0)
+    whole = write(tmp_path / "whole.jsonl", target, chat, config, rows=6)
+    torn, drafts = tmp_path / "torn.jsonl", tmp_path / "torn.jsonl.drafts.jsonl"
+    struck = killed_until_done(
+        drafts, lambda: write(torn, target, chat, config, rows=4), kills=times, source=random.Random(4)
+    )
+    assert struck == times
+    assert write(torn, target, chat, config, rows=6) == whole
+    indexes = [json.loads(line)["index"] for line in drafts.read_text().splitlines()]
+    assert sorted(indexes) == list(range(len(indexes))), "a draft twice, or missing"
 
 
 def test_a_model_that_writes_nothing_usable_is_given_up(

@@ -183,7 +183,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
         load_drafter_model(tmp_path)
     saved(tmp_path / "d")
     (tmp_path / "d" / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json is unreadable"):
         load_drafter_model(tmp_path / "d")
     (tmp_path / "d" / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds a list"):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import append_jsonl, atomic_write_text, provenance, read_jsonl
+from dspark.artifacts import append_jsonl, atomic_write_text, provenance, read_json, read_jsonl
 from dspark.chat import ChatFormat
 from dspark.core import SamplingParams
 from dspark.data.answers import Answer, PastTurn
@@ -210,11 +210,8 @@ def _past_turn(row: Mapping[str, Any]) -> PastTurn:
 def _manifest_fields(answers: Path) -> Fields:
     """The fields of an answers file's manifest, which must be there."""
     path = manifest_path(answers)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is unreadable ({error}); {REMEDY}") from None
-    if not isinstance(content, dict) or (content.get("kind"), content.get("version")) != (KIND, VERSION):
+    content = read_json(path, remedy=REMEDY)
+    if (content.get("kind"), content.get("version")) != (KIND, VERSION):
         raise DataError(f"{path} is not the manifest of {KIND} version {VERSION}; {REMEDY}")
     fields = content.get("fields")
     prompts = fields.get("prompts") if isinstance(fields, dict) else None

@@ -11,6 +11,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
+from dspark.artifacts import read_json
 from dspark.data.cache_format import TargetIdentity, file_sha256
 from dspark.data.cache_reader import FeatureCache
 from dspark.data.features import FeatureSource, Sample, SampleFeatures
@@ -81,10 +82,7 @@ def target_identity(folder: Path, name: str, tokenizer: Any) -> TargetIdentity:
 
     ``tokenizer`` is transformers'. Raises :class:`ModelError` if the config cannot be read.
     """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read ({error}); download the model again") from None
+    config = read_json(folder / "config.json", remedy="download the model again", error=ModelError)
     kept = {key: value for key, value in config.items() if key not in VOLATILE}
     weights = [(path.name, file_sha256(path)) for path in sorted(folder.glob("*.safetensors"))]
     encoded = tokenizer(PROBE, add_special_tokens=True)["input_ids"]

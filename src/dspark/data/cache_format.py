@@ -216,19 +216,6 @@ def json_text(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
 
 
-def read_json(path: Path, *, remedy: str) -> Fields:
-    """The object in a JSON file. Raises :class:`DataError` with the ``remedy`` if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing; {remedy}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is unreadable ({error}); {remedy}") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path} holds no JSON object; {remedy}")
-    return content
-
-
 def identity_fields(identity: TargetIdentity) -> Fields:
     return asdict(identity)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dspark.artifacts import MANIFEST_NAME, read_jsonl
+from dspark.artifacts import MANIFEST_NAME, read_json, read_jsonl
 from dspark.data import cache_deepspec, windows
 from dspark.data.cache_format import (
     BUILD_KIND,
@@ -34,7 +34,6 @@ from dspark.data.cache_format import (
     arrays_digest,
     digests_name,
     file_sha256,
-    read_json,
     read_records,
     sample_digest,
 )

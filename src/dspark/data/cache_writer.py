@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from dspark.artifacts import MANIFEST_NAME, atomic_write_bytes, atomic_write_text, provenance
+from dspark.artifacts import MANIFEST_NAME, atomic_write_bytes, atomic_write_text, provenance, read_json
 from dspark.data.cache_format import (
     BUILD_KIND,
     BUILD_NAME,
@@ -42,7 +42,6 @@ from dspark.data.cache_format import (
     json_text,
     make_records,
     plan_shards,
-    read_json,
     sample_line,
     shard_name,
 )

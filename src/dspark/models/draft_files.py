@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.artifacts import read_json
 from dspark.errors import CheckpointError, ModelError
 from dspark.models.weights import INDEX_NAME, load_tensors
 
@@ -26,13 +27,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise CheckpointError(f"{folder} has no {CONFIG_NAME}; give a drafter's folder, `ngram` or `none`")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a {type(data).__name__}; a JSON object is needed")
-    return data
+    return read_json(path, remedy="copy or train the drafter again", error=CheckpointError)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

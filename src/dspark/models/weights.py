@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dspark.artifacts import atomic_folder, atomic_write_text, dspark_home, read_manifest, write_manifest
+from dspark.artifacts import atomic_folder, atomic_write_text, dspark_home, read_json, read_manifest, write_manifest
 from dspark.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -262,10 +261,4 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); download the model again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object; download the model again")
-    return content
+    return read_json(path, remedy="download the model again", error=ModelError)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import append_jsonl, atomic_write_text, provenance, read_jsonl
+from dspark.artifacts import append_jsonl, atomic_write_text, provenance, read_json, read_jsonl
 from dspark.errors import ConfigError, DataError
 from dspark.road.budget import Budget
 
@@ -102,13 +102,7 @@ class Ledger:
 
 
 def _read_object(path: Path) -> Facts:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is unreadable ({error}); choose another --out") from None
-    if not isinstance(content, dict):
-        raise DataError(f"{path} holds no JSON object; choose another --out")
-    return content
+    return read_json(path, remedy="choose another --out")
 
 
 @contextlib.contextmanager

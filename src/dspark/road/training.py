@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from dspark.artifacts import atomic_write_bytes
+from dspark.artifacts import atomic_write_bytes, read_json, tuples
 from dspark.data.features import Sample
 from dspark.data.prompts import read_prompts
-from dspark.data.samples import read_samples
+from dspark.data.sample_cache import load_samples
 from dspark.errors import DataError
 from dspark.models.draft_files import CONFIG_NAME, TENSORS_NAME
 from dspark.models.drafter import Drafter
@@ -157,7 +157,8 @@ def _config(road: Road) -> TrainConfig:
     """The run's config: from its folder where it has begun, since the data decided on some of its fields."""
     path = road.work / "train.json"
     if path.is_file():
-        fields = {name: _tuples(value) for name, value in json.loads(path.read_text(encoding="utf-8")).items()}
+        stored = read_json(path, remedy="choose another --out")
+        fields = {name: tuples(value) for name, value in stored.items()}
     else:
         fields = _new_fields(road)
         atomic_write_bytes(path, (json.dumps(fields, indent=2) + "\n").encode())
@@ -167,18 +168,13 @@ def _config(road: Road) -> TrainConfig:
 
 
 def _new_fields(road: Road) -> dict[str, Any]:
-    prompts = read_prompts([part_path(road, "training")])
-    longest = min(MAX_TOKENS, road.target.info.max_len)
-    samples = read_samples([str(answers_path(road))], prompts, road.chat, max_tokens=longest)
+    files = [str(answers_path(road))], [str(part_path(road, "training"))]
+    samples = load_samples(*files, road.chat, max_tokens=min(MAX_TOKENS, road.target.info.max_len))
     seen = torch.zeros(road.target.info.vocab_size, dtype=torch.long)
     for sample in samples:
         seen += torch.bincount(sample.token_ids, minlength=seen.shape[0])
     mask = mask_token(road.chat.tokenizer, seen, never=road.chat.stop_token_ids)
-    return train_fields(road, mask_token_id=mask, held_out=max(2, min(48, len(prompts) // 6)))
-
-
-def _tuples(value: Any) -> Any:  # Any: whatever JSON holds
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+    return train_fields(road, mask_token_id=mask, held_out=max(2, min(48, len(read_prompts(files[1])) // 6)))
 
 
 def _saved_step(run: Path) -> int:
