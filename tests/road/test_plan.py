@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 import pytest
 
 from dspark.errors import ConfigError
 from dspark.models.draft_config import DraftConfig
-from dspark.road.plan import Plan, best_block, clock_text, expected_gain, make_plan, plan_lines
+from dspark.road.plan import (
+    REACHED,
+    Plan,
+    best_block,
+    clock_text,
+    expected_gain,
+    make_plan,
+    plan_lines,
+    survival_chances,
+)
 from dspark.road.probe import Probe
 
 SHAPE = DraftConfig(
@@ -84,13 +94,25 @@ def test_slow_models_are_evaluated_less_and_profiled_more_coarsely() -> None:
 
 def test_the_gain_is_tokens_over_cost() -> None:
     free = replace(SMALL, pass_seconds=((1, 1.0), (8, 1.0)))
-    low, high = expected_gain(free, 7, 0)
-    assert low == pytest.approx(sum(0.55**k for k in range(8))) and high == pytest.approx(
-        sum(0.75**k for k in range(8))
-    )
+    shape = replace(SHAPE, draft_vocab_size=1)  # next to no head
+    for slots, least, most in REACHED:
+        found = expected_gain(free, shape, 0, slots=slots)
+        assert found == pytest.approx((least / 1.1, most), rel=1e-3)
+    half = expected_gain(free, shape, SMALL.target_parameters // 2, slots=REACHED[0][0])
+    assert half == pytest.approx((REACHED[0][1] / 1.6, REACHED[0][2] / 1.5), rel=1e-3)
+    with_head = expected_gain(free, SHAPE, 0, slots=REACHED[0][0])
+    assert with_head[1] == pytest.approx(REACHED[0][2] / (1 + 576 * 12288 / SMALL.target_parameters), rel=1e-3)
     dear = replace(SMALL, pass_seconds=((1, 1.0), (8, 8.0)))
-    assert expected_gain(dear, 7, 0)[1] < 1.0
+    assert expected_gain(dear, SHAPE, 0, slots=10**9)[1] < 1.0
     assert any("may not pay" in line for line in plan_lines(planned(dear, budget=1e6), dear, facts()))
+
+
+def test_what_is_expected_grows_with_the_training_that_the_budget_allows() -> None:
+    gains = [planned(budget=budget).gain for budget in (600.0, 1800.0, 7200.0)]
+    assert all(a < c and b < d for (a, b), (c, d) in pairwise(gains))
+    known = [survival_chances(slots) for slots in (1, 10**5, 300_000, 10**6, 10**7, 10**9)]
+    assert known[0] == known[1] and known[-1] == known[-2], "nothing is known outside"
+    assert all(a <= c and b <= d for (a, b), (c, d) in pairwise(known)) and all(0 < a < b < 1 for a, b in known)
 
 
 def test_blocks_are_as_long_as_passes_are_cheap() -> None:

@@ -88,7 +88,7 @@ def real_peak(config: TrainConfig) -> int:
         {"markov_head": "rnn"},
         {"drafter": "dflash"},
         {"drafter": "eagle3"},
-        {"drafter": "eagle3", "blocks_per_pass": 20, "unroll": 2},
+        {"drafter": "eagle3", "unroll": 2},
         {"drafter": "eagle3", "own_head": True, "own_embedding": True, "draft_vocab": 0},
         {"drafter": "mtp"},
     ],

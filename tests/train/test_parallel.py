@@ -89,6 +89,16 @@ def test_passes_make_the_step_of_one(base: TrainConfig, alone: TrainConfig, tmp_
     assert_same_run(config, alone)
 
 
+def test_rounds_are_played_once_for_all_processes(base: TrainConfig, tmp_path: Path) -> None:
+    played = {"played_from": 0.5, "played_steps": 2, "played_texts": 3, "played_tokens": 12}
+    whole = replace(base, out=str(tmp_path / "whole"), steps=6, state_steps=0, evaluate_every=6, log_every=1, **played)
+    train(whole)
+    shared = replace(whole, out=str(tmp_path / "shared"), parallel="fsdp", blocks_per_pass=4)
+    assert run_ranks(2, train_here, shared) == [0, 0]
+    assert_same_run(shared, whole)
+    assert lines(tmp_path / "whole")[(6, "step")]["played"]["rounds"] > 0
+
+
 def dies_at(ranks: Ranks, config: TrainConfig, step: int) -> None:
     """Train, and let the second process be killed after ``step`` steps, before the save; the first must say so."""
     asked = itertools.count()

@@ -7,8 +7,10 @@ Stages after training are small and come off first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from dspark.errors import ConfigError
@@ -25,7 +27,23 @@ SMALL_SHARE = 0.06  # of the budget: calibration, and the comparison
 CALIBRATION_ROUNDS = 400  # of which half are fitted on, and half judged on
 LEAST_ANSWERS, MOST_ANSWERS = 32, 200_000
 SLACK_SHARE, SLACK_SECONDS = 0.01, 2.0  # kept for writing files, and for what was not foreseen
-CONFIDENCES = (0.55, 0.75)  # chance that a draft survives, given that those before did: a short training, a good one
+GOOD_CHANCE = 0.75  # that a draft survives, given that those before did, after a long training: what blocks are for
+# What training had reached on SmolLM2-135M-Instruct in tokens a round, blocks of 7, held-out prompts (docs/log.md):
+# supervised slots, then the least and the most. The first line is the forty-second runs' (chat, and the mean of the
+# domains). After it the least is an hour's road on one core, 1,059 answers to prompts that the model wrote itself,
+# decoded; the most is the shipped drafter's (its card), 7,168 answers to prompts of three domains, analytic and, in the
+# last line, decoded. Nothing is known beyond, so the last values stand for any longer training.
+REACHED = (
+    (100_000, 1.26, 1.34),
+    (380_000, 1.27, 1.55),
+    (1_000_000, 1.58, 1.73),
+    (2_400_000, 1.70, 1.88),
+    (6_800_000, 1.70, 2.04),
+)
+REACHED_BLOCK = 7
+# What a round had cost in plain passes beyond verification and the weights that drafting reads: on one core, where
+# drafting is bound by arithmetic too, and on two.
+EXTRA_COST = (0.1, 0.0)
 BYTES_PER_PARAMETER = 16  # masters, gradients and two moments, fp32
 STATE_BYTES = 12  # masters and moments on the disk, fp32; two states are kept while a third is written
 PROFILES = ((4, 7), (4, 5), (2, 5), (2, 3), (1, 3), (1, 1))  # (requests, repeats), the most thorough first
@@ -50,7 +68,7 @@ class Plan:
     feature_bytes: int
     disk_bytes: int  # needed
     memory_bytes: int  # needed beside the target
-    gain: tuple[float, float]  # expected speedup for CONFIDENCES
+    gain: tuple[float, float]  # expected speedup, the least and the most
 
 
 def make_plan(
@@ -115,7 +133,7 @@ def make_plan(
         feature_bytes=features,
         disk_bytes=disk,
         memory_bytes=memory,
-        gain=expected_gain(probe, shape.block_size, draft_parameters),
+        gain=expected_gain(probe, shape, draft_parameters, slots=planned * SLOTS),
     )
 
 
@@ -127,18 +145,34 @@ def step_seconds(probe: Probe, draft_parameters: int, shape: DraftConfig) -> flo
     return probe.sample_seconds + OVERHEAD * SLOTS * (6 * draft_parameters + 4 * head) / rate
 
 
-def expected_gain(probe: Probe, block_size: int, draft_parameters: int) -> tuple[float, float]:
-    """Speedup if drafts survive with each of CONFIDENCES: tokens of a round over its cost in plain passes."""
-    draft = draft_parameters / max(1, probe.target_parameters)  # both are bound by reading their weights once
-    cost = probe.of(block_size + 1) / probe.of(1) + draft
-    low, high = (_tokens(block_size, chance) / cost for chance in CONFIDENCES)
+def expected_gain(probe: Probe, shape: DraftConfig, draft_parameters: int, *, slots: int) -> tuple[float, float]:
+    """Speedup if drafts survive as they did in the runs of ``REACHED`` after so many supervised slots: tokens of a
+    round over its cost in plain passes, of which drafting takes the share of weights that it reads, head included."""
+    read = draft_parameters + shape.hidden_size * shape.output_size
+    cost = probe.of(shape.block_size + 1) / probe.of(1) + read / max(1, probe.target_parameters)
+    low, high = (
+        _tokens(shape.block_size, chance) / (cost + extra)
+        for chance, extra in zip(survival_chances(slots), EXTRA_COST, strict=True)
+    )
     return low, high
+
+
+def survival_chances(slots: int) -> tuple[float, float]:
+    """Chance that a draft survives, given that those before did, after so many supervised slots: the least and the
+    most that ``REACHED`` lets expect. On lines between its entries over the logarithm of slots, and flat outside."""
+    found = []
+    for column in (1, 2):
+        points = [(math.log(entry[0]), entry[column]) for entry in REACHED]
+        at = min(max(math.log(max(1, slots)), points[0][0]), points[-1][0])
+        tokens = next(y0 + (y1 - y0) * (at - x0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points) if at <= x1)
+        found.append(_chance(REACHED_BLOCK, tokens))
+    return found[0], found[1]
 
 
 def best_block(probe: Probe, choices: Sequence[int]) -> int:
     """Of ``choices`` the block size that a good drafter gains most with; the first one unless another gains a tenth
     more."""
-    gains = {size: _tokens(size, CONFIDENCES[1]) / probe.of(size + 1) for size in choices}
+    gains = {size: _tokens(size, GOOD_CHANCE) / probe.of(size + 1) for size in choices}
     best = max(gains, key=lambda size: gains[size])
     return best if gains[best] > 1.1 * gains[choices[0]] else choices[0]
 
@@ -168,8 +202,9 @@ def plan_lines(plan: Plan, probe: Probe, facts: Mapping[str, Any]) -> list[str]:
         *(f"{name:>10} {clock_text(plan.seconds[name]):>8}  {words}" for name, words in what.items()),
         f"{'disk':>10} {plan.disk_bytes / 1e9:>5.1f} GB  of {probe.disk_free / 1e9:.0f} free",
         f"{'memory':>10} {plan.memory_bytes / 1e9:>5.1f} GB  of {probe.memory_free / 1e9:.0f} free, beside the model",
-        f"expected: {low:.1f} to {high:.1f} times the speed (if {CONFIDENCES[0]:.0%} to {CONFIDENCES[1]:.0%} of drafts "
-        "stand)" + (" - drafting may not pay here" if high < 1.05 else ""),
+        f"expected: {low:.1f} to {high:.1f} times the speed, by what runs on SmolLM2-135M reached after as much "
+        f"training ({plan.steps * SLOTS / 1e6:.1f} million draft slots)"
+        + (" - drafting may not pay here" if high < 1.05 else ""),
     ]
 
 
@@ -183,6 +218,15 @@ def clock_text(seconds: float) -> str:
 def _tokens(block_size: int, chance: float) -> float:
     """Tokens of a round whose drafts survive with ``chance`` each, the bonus included."""
     return sum(chance**k for k in range(block_size + 1))
+
+
+def _chance(block_size: int, tokens: float) -> float:
+    """The inverse of :func:`_tokens`."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _tokens(block_size, middle) < tokens else (low, middle)
+    return low
 
 
 def _between(value: float, low: int, high: int) -> int:

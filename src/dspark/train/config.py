@@ -111,7 +111,7 @@ class TrainConfig:
     played_temperature: float = 0.0  # at which it plays them; 0: greedy
     played_texts: int = 24  # prompts continued in one playing; the target's memory has so many rows
     played_tokens: int = 128  # most of a text
-    played_steps: int = 24  # steps on the rounds of one playing
+    played_steps: int = 40  # steps on the rounds of one playing
     learning_rate: float = 1.2e-3
     warmup: float = 0.04
     schedule: str = "cosine"

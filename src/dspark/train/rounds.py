@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class _Text:
     features: list[Tensor] = field(default_factory=list)  # of every token but the anchor
     states: list[Tensor] = field(default_factory=list)  # final ones, of the written tokens but the anchor
     rounds: list[_Round] = field(default_factory=list)
+    targets: list[SparseTarget] = field(default_factory=list)  # a row per slot of a round that is learned from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,8 @@ class _Round:
     prev_ids: Tensor  # [block], padded
     labels: Tensor
     chances: Tensor  # 0 behind the drafts that there were
-    drafts: int  # slots with a target: up to a stop token that was drafted
-    target: SparseTarget  # a row per draft
+    drafts: int  # up to a stop token that was drafted: nothing follows it
+    slots: int  # of these, those that are reached often enough to be learned from; at least one
     committed: int
 
 
@@ -205,24 +207,22 @@ def _rounds(
     rows = [text.row for text in texts]
     output = target.forward(torch.cat(runs), memory, rows=rows, counts=counts, taps=drafter.taps)
     assert output.logits is not None and output.features is not None
-    kept = largest_probs(output.logits, draft_ids, top=top)
-    parts = zip(
-        texts,
-        proposals,
-        runs,
-        *(t.split(counts) for t in (output.logits, output.features, output.final, kept.ids, kept.probs)),
-        strict=True,
-    )
-    for text, proposal, run, logits, features, final, ids, probs in parts:
+    found, parts = [], (t.split(counts) for t in (output.logits, output.features, output.final))
+    for text, proposal, run, logits, features, final in zip(texts, proposals, runs, *parts, strict=True):
         position = len(text.token_ids) - 1
-        found = _judged(text, proposal, logits, sampling, stops, drafter.block_size, SparseTarget(ids, probs))
-        if proposal.block:
-            text.rounds.append(found)
-        used = min(found.committed, proposal.block + 1)  # the anchor, and the drafts that stood
+        found.append(_judged(text, proposal, logits, sampling, stops, drafter.block_size))
+        used = min(found[-1].committed, proposal.block + 1)  # the anchor, and the drafts that stood
         memory.rollback(text.row, position + used)
         drafter.extend(text.context, run[:used], features[:used])
         text.features.append(features[:used])
         text.states.append(final[:used])
+    slots, firsts = [each.slots for each in found], [0, *accumulate(counts)]
+    wanted = [first + k for first, count in zip(firsts, slots, strict=False) for k in range(count)]
+    kept = largest_probs(output.logits[torch.tensor(wanted, dtype=torch.long, device=device)], draft_ids, top=top)
+    for text, each, ids, probs in zip(texts, found, kept.ids.split(slots), kept.probs.split(slots), strict=True):
+        if each.slots:
+            text.rounds.append(each)
+            text.targets.append(SparseTarget(ids, probs))
 
 
 def _judged(
@@ -232,7 +232,6 @@ def _judged(
     sampling: SamplingParams,
     stops: frozenset[int],
     block_size: int,
-    target: SparseTarget,
 ) -> _Round:
     """Verify one text's drafts, commit what stands and the target's token, and keep what the loss reads."""
     drafts = proposal.draft_tokens.to(logits.device)
@@ -250,15 +249,16 @@ def _judged(
     labels = torch.cat((torch.tensor(stood, device=labels.device), labels[len(stood) :]))
     run = stood[: next((i + 1 for i, token in enumerate(stood) if token in stops), len(stood))]
     previous = [text.token_ids[-1], *drafts.tolist()]
-    ends = next((k for k, token in enumerate(previous[1:], 1) if token in stops), count)  # nothing follows a stop
+    ends = min(count, next((k for k, token in enumerate(previous[1:], 1) if token in stops), count))
+    reached = torch.cat((torch.ones(1), chances.cpu().cumprod(0)))[:ends]
     text.token_ids += run
     return _Round(
         anchor=anchor,
         prev_ids=_padded(torch.tensor(previous[:count], dtype=torch.long), block_size),
         labels=_padded(labels[:count].cpu(), block_size),
         chances=_padded(chances.cpu(), block_size),
-        drafts=min(ends, count),
-        target=SparseTarget(target.ids[:count], target.probs[:count]),
+        drafts=ends,
+        slots=int((reached >= MIN_REACH).sum()),
         committed=len(run),
     )
 
@@ -269,27 +269,25 @@ def _padded(values: Tensor, size: int) -> Tensor:
 
 def _finish(text: _Text, block_size: int, number: int) -> PlayedText:
     """What a text's rounds left, as the steps take it."""
-    rounds = text.rounds
-    slots = torch.arange(block_size)
+    rounds, slots = text.rounds, torch.arange(block_size)
     chances = torch.stack([r.chances for r in rounds])
-    real = slots < torch.tensor([r.drafts for r in rounds])[:, None]
-    reached = torch.cat((torch.ones(len(rounds), 1), chances[:, :-1].cumprod(1)), 1)
-    offsets = torch.tensor([0, *(r.target.ids.shape[0] for r in rounds)]).cumsum(0)
-    rows = (offsets[:-1, None] + slots).clamp(max=int(offsets[-1]) - 1)  # those of missing slots are never read
+    counts = torch.tensor([r.slots for r in rounds])
+    first = counts.cumsum(0) - counts
+    rows = (first[:, None] + slots).clamp(max=int(counts.sum()) - 1)  # those of slots that are left out are never read
     blocks = Blocks(
         torch.tensor([r.anchor for r in rounds]),
         torch.stack([r.prev_ids for r in rounds]),
         torch.stack([r.labels for r in rounds]),
-        real & (reached >= MIN_REACH),
-        slot_worths(chances, real),
+        slots < counts[:, None],
+        slot_worths(chances, slots < torch.tensor([r.drafts for r in rounds])[:, None]),
         rows,
     )
     final = torch.cat(text.states)
     features = SampleFeatures(
         torch.cat(text.features),
         text.start,
-        torch.cat([r.target.ids for r in rounds]).int(),
-        torch.cat([r.target.probs for r in rounds]).to(final.dtype),
+        torch.cat([target.ids for target in text.targets]).int(),
+        torch.cat([target.probs for target in text.targets]).to(final.dtype),
         final,
     )
     ids = torch.tensor(text.token_ids)
