@@ -18,6 +18,9 @@ rank among them depends on drafts of larger survival, none of which follows it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -83,10 +86,15 @@ def greedy_lens_of_products(survival: Table, sps: Sps) -> Lens:
     requests, block = survival.shape
     check_sps(sps, first=max(requests, 1), last=requests * (1 + block))
     ordered = descending(survival)
+    return admit_ordered(survival, ordered, first_peak(ordered, sps, requests))
+
+
+def first_peak(ordered: Float[np.ndarray, "candidates"], sps: Sps, requests: int) -> int:
+    """Number of drafts, likeliest first, before the first that does not raise expected tokens x steps per second."""
     throughput = _expected_tokens(ordered, requests) * sps[requests : requests + len(ordered) + 1]
     refused = throughput[1:] <= throughput[:-1]
     first = int(refused.argmax()) if len(ordered) else 0
-    return admit_ordered(survival, ordered, first if len(ordered) and refused[first] else len(ordered))
+    return first if len(ordered) and refused[first] else len(ordered)
 
 
 def choose_capacity(survival_then: Float[np.ndarray, "rows block"], sps: Sps, requests: int) -> int:
@@ -199,6 +207,68 @@ def descending(survival: Float[np.ndarray, "rows block"]) -> Float[np.ndarray, "
     """The survivals above 0, largest first, in their own dtype."""
     ascending = np.sort(survival, axis=None)
     return ascending[ascending.searchsorted(ascending.dtype.type(0), side="right") :][::-1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranked:
+    """A step's drafts as the rules read them."""
+
+    survival: Table
+    ordered: Float[np.ndarray, "candidates"]  # the survivals above 0, largest first
+
+
+@runtime_checkable
+class Arithmetic(Protocol):
+    """What schedulers of a batch compute in every step. All forms give the same numbers, rounding and ties included.
+
+    Each raises :class:`ScheduleError` for what is no probability, or no table of costs.
+    """
+
+    def ranked(self, confidence: Table) -> Ranked:
+        """:func:`survivals`, and their order."""
+        ...
+
+    def descending(self, survival: Float[np.ndarray, "rows block"]) -> Float[np.ndarray, "candidates"]:
+        """The order of survivals that are known."""
+        ...
+
+    def greedy(self, ranked: Ranked, sps: Sps) -> int:
+        """Number of drafts that :func:`greedy_lens` admits."""
+        ...
+
+    def capacity(self, ordered: Float[np.ndarray, "candidates"], sps: Sps, requests: int) -> int:
+        """:func:`best_capacity`."""
+        ...
+
+    def admit(self, ranked: Ranked, capacity: int) -> Lens:
+        """:func:`admit_ordered`."""
+        ...
+
+
+class NumpyArithmetic:
+    """The functions of this module."""
+
+    def ranked(self, confidence: Table) -> Ranked:
+        survival = survivals(confidence)
+        return Ranked(survival=survival, ordered=descending(survival))
+
+    def descending(self, survival: Float[np.ndarray, "rows block"]) -> Float[np.ndarray, "candidates"]:
+        _check_survivals(survival)
+        return descending(survival)
+
+    def greedy(self, ranked: Ranked, sps: Sps) -> int:
+        requests, block = ranked.survival.shape
+        check_sps(sps, first=max(requests, 1), last=requests * (1 + block))
+        return first_peak(ranked.ordered, sps, requests)
+
+    def capacity(self, ordered: Float[np.ndarray, "candidates"], sps: Sps, requests: int) -> int:
+        return best_capacity(ordered, sps, requests)
+
+    def admit(self, ranked: Ranked, capacity: int) -> Lens:
+        return admit_ordered(ranked.survival, ranked.ordered, capacity)
+
+
+NUMPY = NumpyArithmetic()
 
 
 def _expected_tokens(ordered: Float[np.ndarray, "candidates"], requests: int) -> Float[np.ndarray, "candidates_plus_1"]:

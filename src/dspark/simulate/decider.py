@@ -17,6 +17,7 @@ from dspark.maths.batch_schedulers import StepDrafts
 from dspark.maths.draft_gate import ProbeClock, choose_depths
 from dspark.maths.step_costs import StepCosts
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
+from dspark.models.native_schedule import fast_arithmetic
 from dspark.simulate.ways import Way
 
 Seats = Int[np.ndarray, "requests"]
@@ -119,7 +120,7 @@ class Decider:
 
     def __init__(self, way: Way, *, seats: int, block_size: int) -> None:
         self.way = way
-        self._rule = way.scheduler(block_size=block_size)
+        self._rule = way.scheduler(block_size=block_size, arithmetic=fast_arithmetic())
         self._guard: Guard | None = None
         if way.guard is not None:
             self._guard = Pauses(seats) if way.guard == "skip" else Gate(seats, block_size=block_size)

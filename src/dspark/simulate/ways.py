@@ -20,6 +20,7 @@ import numpy as np
 
 from dspark.errors import ConfigError, ScheduleError
 from dspark.maths.batch_schedulers import BatchScheduler, FixedBatch, GreedyBatch, LaggedBatch, ThresholdBatch
+from dspark.maths.global_scheduling import NUMPY, Arithmetic
 
 ALL = ("none", "mtp-1", "fixed", "threshold:0.7", "greedy", "lagged", "skip", "gate:greedy", "gate:lagged")
 RULES = ("fixed", "threshold", "greedy", "lagged")
@@ -45,14 +46,16 @@ class Way:
         """Whether its rule weighs drafts against the cost of a step."""
         return self.rule in ("greedy", "lagged")
 
-    def scheduler(self, *, block_size: int) -> BatchScheduler:
+    def scheduler(self, *, block_size: int, arithmetic: Arithmetic = NUMPY) -> BatchScheduler:
         """Its rule, made anew. What it weighs comes with every step's drafts."""
         nothing = np.zeros(0)
         if self.rule == "threshold":
             return ThresholdBatch(1.0 if self.setting is None else self.setting)
         if self.rule == "fixed":
             return FixedBatch(None if self.setting is None else int(self.setting))
-        return GreedyBatch(nothing) if self.rule == "greedy" else LaggedBatch(nothing, block_size=block_size)
+        if self.rule == "greedy":
+            return GreedyBatch(nothing, arithmetic)
+        return LaggedBatch(nothing, block_size=block_size, arithmetic=arithmetic)
 
 
 def read_way(name: str) -> Way:
