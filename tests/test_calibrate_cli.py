@@ -112,7 +112,7 @@ def test_a_profile_is_measured_read_and_refused(folder: Path) -> None:
     )
     assert "made for implementation LeanTarget and this run has TransformersTarget" in wrong
     threshold = ("--scheduler", "threshold", "--threshold", 0.5, "--profile", out)
-    assert "only the greedy scheduler reads" in generate(folder, "head", *threshold, code=2)
+    assert "only greedy and skip read" in generate(folder, "head", *threshold, code=2)
 
 
 def test_a_profile_without_drafts(folder: Path) -> None:

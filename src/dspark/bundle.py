@@ -14,12 +14,14 @@ from dspark.chat import ChatFormat
 from dspark.core import Completion, RoundRecord, SamplingParams
 from dspark.decode import stream
 from dspark.errors import CheckpointError, ConfigError, DataError
-from dspark.evaluate.profile import profile_sps
+from dspark.evaluate.profile import draft_seconds, profile_sps
 from dspark.maths.calibrated_scheduling import ProfiledGreedyScheduler
 from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, Scheduler, ThresholdScheduler
+from dspark.maths.skipping import SkipPolicy, break_even
 from dspark.models.drafter import Drafter
 from dspark.models.loading import load_target
 from dspark.models.registry import load_drafter
+from dspark.models.skipping_drafter import SkippingDrafter
 from dspark.models.target import Target
 from dspark.models.weights import resolve_model
 from dspark.schedule_files import (
@@ -28,12 +30,13 @@ from dspark.schedule_files import (
     Calibration,
     Profile,
     Setting,
+    check_drafts,
     drafter_fingerprint,
     folder_fingerprint,
 )
 
 OTHERS = "name another with --drafter: ngram, none or a folder"
-SCHEDULERS = ("fixed", "threshold", "greedy")
+SCHEDULERS = ("fixed", "threshold", "greedy", "skip")
 Found = TypeVar("Found")
 
 _log = logging.getLogger(__name__)
@@ -157,7 +160,9 @@ class Bundle:
         a calibration must be of. Raises :class:`ConfigError` for a given file that was made for something else.
         """
         check_scheduler(name, verify_len=verify_len, threshold=threshold, calibration=calibration, profile=profile)
-        if name == "fixed":
+        if name == "skip" and not isinstance(self.drafter, SkippingDrafter):
+            raise ConfigError("the skip scheduler pauses the drafter, which this command has no way to; choose another")
+        if name in ("fixed", "skip"):
             return FixedScheduler(verify_len)
         rule = ThresholdScheduler(threshold) if threshold is not None else self._greedy(profile)
         wanted = sampling or SamplingParams()
@@ -165,6 +170,26 @@ class Bundle:
             return self._calibration(calibration, wanted).scheduler(rule)
         fitted = self._own(CALIBRATION_NAME, lambda path: self._calibration(path, wanted))
         return rule if fitted is None else fitted.scheduler(rule)
+
+    def skipping(self, profile: Path | None = None) -> Bundle:
+        """The same pair for the scheduler ``skip``: the drafter sits rounds out while its drafts keep dying.
+
+        Where it breaks even follows from what drafting and passes cost: by ``profile``, by the one in the drafter's
+        own folder, or measured now, in a second or two. Raises :class:`ConfigError` as :meth:`scheduler` does, and for
+        a drafter that never proposes.
+        """
+        check_drafts(self.drafter)
+        tokens = self.drafter.block_size + 1
+        measured = self._own(PROFILE_NAME, self._profile) if profile is None else self._profile(profile)
+        if measured is None:
+            sps = profile_sps(self.target, max_tokens=tokens)
+            drafting = draft_seconds(self.target, self.drafter, requests=(1,), context=64, repeats=3)[0]
+        else:
+            sps, drafting = measured.curves()[0], measured.drafting(1)
+        paid = break_even(
+            draft_seconds=drafting, verify_seconds=1.0 / float(sps[tokens]), plain_seconds=1.0 / float(sps[1])
+        )
+        return replace(self, drafter=SkippingDrafter(self.drafter, SkipPolicy(break_even=paid)))
 
     def _calibration(self, path: Path, sampling: SamplingParams) -> Calibration:
         """Read and checked."""
@@ -231,10 +256,12 @@ def check_scheduler(
     if (threshold is not None) != (name == "threshold"):
         given = "is missing" if threshold is None else f"is {threshold}"
         raise ConfigError(f"threshold {given}; the threshold scheduler needs one in [0, 1] and no other takes one")
-    if calibration is not None and name == "fixed":
-        raise ConfigError("calibration is given, which the fixed scheduler would not read; choose threshold or greedy")
-    if profile is not None and name != "greedy":
-        raise ConfigError(f"profile is given, which only the greedy scheduler reads, not {name}; leave it out")
+    if calibration is not None and name in ("fixed", "skip"):
+        raise ConfigError(
+            f"calibration is given, which the {name} scheduler would not read; choose threshold or greedy"
+        )
+    if profile is not None and name not in ("greedy", "skip"):
+        raise ConfigError(f"profile is given, which only greedy and skip read, not {name}; leave it out")
 
 
 def messages(text: str | None = None, *, system: str | None = None) -> list[dict[str, str]]:
