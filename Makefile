@@ -15,7 +15,7 @@ demo: $(VENV)/.stamp-run
 	$(BIN)/dspark demo
 
 test: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
