@@ -7,11 +7,14 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define DEPTH 16 /* vectors per group: a lane of a group is a chunk of DEPTH logits, LANES apart */
 #define GROUP (LANES * DEPTH)
-#define FEW 24 /* keys that are sorted by insertion */
+#define ROUGH 8 /* an edge may let through this share more than is wanted: 1 / ROUGH */
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
@@ -33,13 +36,14 @@ struct request {
 struct sequential {
     struct request *requests;
     const float *w1;        /* [vocab, rank], by target id; null without a head, as is w2 */
-    const float *w2;        /* [width, rank], by draft id */
+    const void *w2;         /* [width, rank], by draft id */
     const int64_t *names;   /* [width]: target id of each draft id; null where they are the same */
     const double *uniforms; /* [requests, block] in [0, 1); those of greedy requests are not read */
     int64_t *support;       /* out [requests, block, candidates]: target ids, largest base logit first */
     float *probs;           /* out [requests, block, candidates] */
     int64_t *tokens;        /* out [requests, 1 + block]: target ids, the anchor first; 0 where nothing is drafted */
     int64_t count, block, width, rank, candidates;
+    int64_t half; /* whether w2 is bfloat16, else float */
 };
 
 /* Logits of either type, as float. ``half`` is a constant wherever this is used. */
@@ -71,67 +75,63 @@ static inline float logit_of(uint64_t key) {
     return logit;
 }
 
-/* Reorder so that the ``wanted`` largest come first, in any order. */
-static void largest_first(uint64_t *keys, int64_t count, int64_t wanted) {
-    int64_t low = 0, high = count - 1;
-    while (low < high) {
-        uint64_t pivot = keys[low + (high - low) / 2];
-        int64_t i = low, j = high;
-        while (i <= j) {
-            while (keys[i] > pivot) i++;
-            while (keys[j] < pivot) j--;
-            if (i <= j) {
-                uint64_t held = keys[i];
-                keys[i++] = keys[j];
-                keys[j--] = held;
-            }
-        }
-        if (wanted - 1 <= j) high = j;
-        else if (wanted - 1 >= i) low = i;
-        else return;
+/* Sort by logit, the largest first; equal ones keep their order. ``scratch`` has room for ``count`` keys. */
+static void sort_descending(uint64_t *keys, int64_t count, uint64_t *scratch) {
+    for (int shift = 32; shift < 64; shift += 8) {
+        int64_t place[257] = {0};
+        for (int64_t i = 0; i < count; i++) place[256 - (keys[i] >> shift & 255)]++;
+        if (count && place[256 - (keys[0] >> shift & 255)] == count) continue; /* all alike: logits were bfloat16 */
+        for (int i = 1; i < 257; i++) place[i] += place[i - 1];
+        for (int64_t i = 0; i < count; i++) scratch[place[255 - (keys[i] >> shift & 255)]++] = keys[i];
+        memcpy(keys, scratch, count * sizeof *keys);
     }
 }
 
-static void sort_descending(uint64_t *keys, int64_t count) {
-    while (count > FEW) { /* quicksort; the smaller side by recursion */
-        uint64_t pivot = keys[count / 2];
-        int64_t i = 0, j = count - 1;
-        while (i <= j) {
-            while (keys[i] > pivot) i++;
-            while (keys[j] < pivot) j--;
-            if (i <= j) {
-                uint64_t held = keys[i];
-                keys[i++] = keys[j];
-                keys[j--] = held;
-            }
-        }
-        if (j + 1 < count - i) {
-            sort_descending(keys, j + 1);
-            keys += i;
-            count -= i;
-        } else {
-            sort_descending(keys + i, count - i);
-            count = j + 1;
-        }
+/* Floats as integers of the same order. */
+static inline ivec ordered(vec x) { return (ivec)x ^ (((ivec)x >> 31) & 0x7fffffff); }
+
+/* A logit that at least ``wanted`` of the ``count`` logits ``tops`` reach, and not many more; -inf if nan is about.
+ * ``count`` is a multiple of LANES. */
+static float find_edge(const float *tops, int64_t count, int64_t wanted) {
+    int64_t low = INT32_MIN, high = INT32_MAX; /* so many reach low; too few reach high */
+    while (high - low > 1) {
+        int64_t middle = (low + high) >> 1, reached = 0;
+        ivec reaching = {0};
+        for (int64_t i = 0; i < count; i += LANES) reaching -= ordered(*(const vec *)(tops + i)) >= (int32_t)middle;
+        for (int lane = 0; lane < LANES; lane++) reached += reaching[lane];
+        if (reached >= wanted) low = middle;
+        else high = middle;
+        if (reached >= wanted && reached <= wanted + wanted / ROUGH) break;
     }
-    for (int64_t i = 1; i < count; i++) {
-        uint64_t key = keys[i];
-        int64_t j = i;
-        for (; j > 0 && keys[j - 1] < key; j--) keys[j] = keys[j - 1];
-        keys[j] = key;
-    }
+    int32_t bits = (int32_t)low ^ (((int32_t)low >> 31) & 0x7fffffff);
+    float edge;
+    memcpy(&edge, &bits, 4);
+    return edge == edge ? edge : -INFINITY;
 }
 
-/* Put the ``wanted`` largest logits of a row first in ``keys``, sorted. ``keys`` and ``tops`` have room for a row each.
+/* Bit i: whether lane i of ``x`` is at least ``edge``. */
+static inline uint32_t reaching(vec x, float edge) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(edge), _CMP_GE_OQ);
+#else
+    ivec there = x >= edge;
+    uint32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits |= (uint32_t)(there[lane] & 1) << lane;
+    return bits;
+#endif
+}
+
+/* Put the ``wanted`` largest logits of a row first in ``keys``, sorted, the lower column first among equals. ``keys``,
+ * ``scratch`` and ``tops`` have room for a row each.
  *
- * The wanted-th largest of the chunks' maxima is at most the wanted-th largest logit, so only what reaches it is
- * looked at again: a little more than ``wanted`` numbers of many thousands.
+ * As many logits as chunks reach an edge that ``wanted`` of the chunks' maxima reach, so only what reaches it is looked
+ * at again: a little more than ``wanted`` numbers of many thousands.
  */
 static inline __attribute__((always_inline)) void choose(const void *row, int half, int64_t width, int64_t wanted,
-                                                         uint64_t *keys, float *tops) {
-    int64_t groups = width / GROUP, chunks = groups * LANES, count = 0;
+                                                         uint64_t *keys, uint64_t *scratch, float *tops) {
+    int64_t groups = width / GROUP, count = 0, whole = width / LANES * LANES;
     float edge = -INFINITY;
-    if (chunks >= wanted) {
+    if (groups * LANES >= wanted) {
         for (int64_t g = 0; g < groups; g++) {
             vec top = load(row, g * GROUP, half);
             for (int64_t i = 1; i < DEPTH; i++) {
@@ -141,37 +141,51 @@ static inline __attribute__((always_inline)) void choose(const void *row, int ha
             }
             *(vec *)(tops + g * LANES) = top;
         }
-        for (int64_t c = 0; c < chunks; c++) keys[c] = key_of(tops[c], c);
-        largest_first(keys, chunks, wanted);
-        edge = INFINITY;
-        for (int64_t c = 0; c < wanted; c++) edge = logit_of(keys[c]) < edge ? logit_of(keys[c]) : edge;
-        for (int64_t c = 0; c < chunks; c++) {
-            if (!(tops[c] >= edge)) continue;
-            int64_t first = c / LANES * GROUP + c % LANES;
-            for (int64_t i = first; i < first + GROUP; i += LANES) {
-                float logit = load_one(row, i, half);
-                if (logit >= edge) keys[count++] = key_of(logit, i);
-            }
+        edge = find_edge(tops, groups * LANES, wanted);
+    }
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (uint32_t bits = reaching(load(row, i, half), edge); bits; bits &= bits - 1) {
+            int64_t column = i + __builtin_ctz(bits);
+            keys[count++] = key_of(load_one(row, column, half), column);
         }
-    }
-    for (int64_t i = chunks >= wanted ? groups * GROUP : 0; i < width; i++) {
-        float logit = load_one(row, i, half);
-        if (!(logit < edge)) keys[count++] = key_of(logit, i);
-    }
+    for (int64_t i = whole; i < width; i++)
+        if (load_one(row, i, half) >= edge) keys[count++] = key_of(load_one(row, i, half), i);
     if (count < wanted) /* nan among the logits */
         for (count = 0; count < width; count++) keys[count] = key_of(load_one(row, count, half), count);
-    largest_first(keys, count, wanted);
-    sort_descending(keys, wanted);
+    sort_descending(keys, count, scratch);
 }
 
-static float dot(const float *a, const float *b, int64_t count) {
-    vec sums = {0};
+#define LANE ((ivec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#define FOLD(x, n) ((x) + __builtin_shuffle(x, LANE ^ n))
+
+/* The products of ``latent`` with four rows of w2; ``half`` is a constant. */
+static inline __attribute__((always_inline)) void products(const void *w2, int half, const int64_t *columns,
+                                                           const float *latent, int64_t rank, float *out) {
+    vec sums[4] = {{0}};
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) sums += *(const vec *)(a + i) * *(const vec *)(b + i);
-    float total = 0;
-    for (int64_t lane = 0; lane < LANES; lane++) total += sums[lane];
-    for (; i < count; i++) total += a[i] * b[i];
-    return total;
+    for (; i + LANES <= rank; i += LANES)
+        for (int n = 0; n < 4; n++) sums[n] += load(w2, columns[n] * rank + i, half) * *(const vec *)(latent + i);
+    for (int n = 0; n < 4; n++) {
+        vec x = FOLD(sums[n], 8);
+        x = FOLD(x, 4);
+        x = FOLD(x, 2);
+        out[n] = x[0] + x[1];
+        for (int64_t j = i; j < rank; j++) out[n] += load_one(w2, columns[n] * rank + j, half) * latent[j];
+    }
+}
+
+/* Add the head's bias after token ``previous`` to the logits of the candidates ``chosen``. */
+static void correct(const struct sequential *s, const uint64_t *chosen, int64_t previous, float *logits) {
+    const float *latent = s->w1 + previous * s->rank;
+    for (int64_t i = 0; i < s->candidates; i += 4) {
+        int64_t columns[4];
+        float bias[4];
+        for (int64_t n = 0; n < 4; n++)
+            columns[n] = column_of(chosen[i + n < s->candidates ? i + n : s->candidates - 1]);
+        if (s->half) products(s->w2, 1, columns, latent, s->rank, bias);
+        else products(s->w2, 0, columns, latent, s->rank, bias);
+        for (int64_t n = 0; n < 4 && i + n < s->candidates; n++) logits[i + n] += bias[n];
+    }
 }
 
 /* Draw one place of ``probs``: the first whose running sum exceeds the share ``u`` of the whole, never one of weight 0.
@@ -192,15 +206,16 @@ static int64_t draw(const float *probs, int64_t count, double u) {
 }
 
 /* Zero the weights outside the smallest set with a share ``top_p`` of the mass; among equals at its edge the first stay.
- * ``sorted`` has room for ``count`` keys. */
-static void keep_nucleus(float *weights, int64_t count, double top_p, uint64_t *sorted) {
+ * ``scratch`` has room for twice ``count`` keys. */
+static void keep_nucleus(float *weights, int64_t count, double top_p, uint64_t *scratch) {
+    uint64_t *sorted = scratch + count;
     double total = 0, mass = 0;
     int64_t size = 0, room = 0;
     for (int64_t i = 0; i < count; i++) {
         total += weights[i];
         sorted[i] = key_of(weights[i], i);
     }
-    sort_descending(sorted, count);
+    sort_descending(sorted, count, scratch);
     while (size < count && (size == 0 || mass < top_p * total)) mass += logit_of(sorted[size++]);
     float edge = logit_of(sorted[size - 1]);
     for (int64_t i = 0; i < size; i++) room += logit_of(sorted[i]) == edge;
@@ -214,10 +229,10 @@ static void distribution(float *logits, int64_t count, const struct request *r, 
     for (int64_t i = 1; i < count; i++) top = logits[i] > top ? logits[i] : top;
     for (int64_t i = 0; i < count; i++) logits[i] = expf((logits[i] - top) / r->temperature);
     if (r->top_k > 0 && r->top_k < count) {
-        for (int64_t i = 0; i < count; i++) scratch[i] = key_of(logits[i], i);
-        largest_first(scratch, count, r->top_k);
-        float edge = INFINITY;
-        for (int64_t i = 0; i < r->top_k; i++) edge = logit_of(scratch[i]) < edge ? logit_of(scratch[i]) : edge;
+        uint64_t *sorted = scratch + count;
+        for (int64_t i = 0; i < count; i++) sorted[i] = key_of(logits[i], i);
+        sort_descending(sorted, count, scratch);
+        float edge = logit_of(sorted[r->top_k - 1]);
         for (int64_t i = 0; i < count; i++)
             if (logits[i] < edge) logits[i] = 0;
     }
@@ -230,19 +245,20 @@ static void distribution(float *logits, int64_t count, const struct request *r, 
     for (int64_t i = 0; i < count; i++) logits[i] /= (float)total;
 }
 
-/* Draft block ``n``. ``keys`` has room for a row's keys and then for ``candidates`` of each position. */
+/* Draft block ``n``. ``keys`` has room for two rows of keys, and then for ``candidates`` of each position. */
 static void draft_block(const struct sequential *s, int64_t n, uint64_t *keys, float *tops) {
     struct request *r = s->requests + n;
     int64_t count = s->candidates, previous = r->anchor, *tokens = s->tokens + n * (s->block + 1);
-    uint64_t *chosen = keys + s->width;
+    uint64_t *scratch = keys + s->width, *chosen = scratch + s->width;
     tokens[0] = previous;
     for (int64_t k = 0; k < r->count; k++) {
-        if (r->half) choose((const uint16_t *)r->base + k * s->width, 1, s->width, count, keys, tops);
-        else choose((const float *)r->base + k * s->width, 0, s->width, count, keys, tops);
+        if (r->half) choose((const uint16_t *)r->base + k * s->width, 1, s->width, count, keys, scratch, tops);
+        else choose((const float *)r->base + k * s->width, 0, s->width, count, keys, scratch, tops);
         memcpy(chosen + k * count, keys, count * sizeof *keys);
+        int64_t bytes = s->rank * (s->half ? 2 : 4);
         for (int64_t i = 0; s->w2 && i < count; i++) /* the rows are scattered: ask for them before they are needed */
-            for (int64_t j = 0; j < s->rank; j += LANES)
-                __builtin_prefetch(s->w2 + column_of(keys[i]) * s->rank + j);
+            for (int64_t j = 0; j < bytes; j += 64)
+                __builtin_prefetch((const char *)s->w2 + column_of(keys[i]) * bytes + j);
     }
     for (int64_t k = 0; k < r->count; k++) {
         int64_t at = n * s->block + k, place = 0;
@@ -250,10 +266,9 @@ static void draft_block(const struct sequential *s, int64_t n, uint64_t *keys, f
         for (int64_t i = 0; i < count; i++) {
             int64_t column = column_of(chosen[k * count + i]);
             row[i] = logit_of(chosen[k * count + i]);
-            if (s->w2) row[i] += dot(s->w2 + column * s->rank, s->w1 + previous * s->rank, s->rank);
-            if (row[i] > row[place]) place = i;
             s->support[at * count + i] = s->names ? s->names[column] : column;
         }
+        if (s->w2) correct(s, chosen + k * count, previous, row);
         if (r->temperature > 0) {
             distribution(row, count, r, keys);
             place = draw(row, count, s->uniforms[at]);
@@ -262,6 +277,9 @@ static void draft_block(const struct sequential *s, int64_t n, uint64_t *keys, f
                 memset(tokens + 1, 0, s->block * sizeof *tokens);
                 return;
             }
+        } else {
+            for (int64_t i = 1; i < count; i++)
+                if (row[i] > row[place]) place = i;
         }
         tokens[k + 1] = previous = s->support[at * count + place];
     }
@@ -272,7 +290,7 @@ int draft(const struct sequential *s) {
     int failed = 0;
 #pragma omp parallel if (s->count > 1)
     {
-        uint64_t *keys = malloc((s->width + s->block * s->candidates) * sizeof *keys);
+        uint64_t *keys = malloc((2 * s->width + s->block * s->candidates) * sizeof *keys);
         float *tops = malloc((s->width + LANES) * sizeof *tops);
         if (!keys || !tops) failed = 1;
 #pragma omp for schedule(dynamic)

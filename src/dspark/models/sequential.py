@@ -87,6 +87,10 @@ class SequentialStage:
             native and self.candidates and device.type == "cpu" and type(self.head) in (VanillaMarkovHead, type(None))
         )
         self._library = _library() if fused and native_wanted() else None
+        self._w2: Tensor | None = None  # as compiled code reads it: bfloat16 where that loses nothing
+        if self._library is not None and self.head is not None:
+            w2, half = self.head.markov_w2.weight, self.head.markov_w2.weight.bfloat16()
+            self._w2 = half if torch.equal(half.float(), w2) else w2
 
     @property
     def native(self) -> bool:
@@ -196,9 +200,10 @@ class SequentialStage:
         call.requests, call.uniforms = table.ctypes.data, shares.ctypes.data
         call.support, call.probs, call.tokens = support.data_ptr(), probs.data_ptr(), ids.data_ptr()
         call.names = None if self._token_ids is None else self._token_ids.data_ptr()
-        if self.head is not None:
-            w1, w2 = self.head.markov_w1.weight, self.head.markov_w2.weight
-            call.w1, call.w2, call.rank = w1.data_ptr(), w2.data_ptr(), w1.shape[1]
+        if self.head is not None and self._w2 is not None:
+            w1 = self.head.markov_w1.weight
+            call.w1, call.w2, call.rank = w1.data_ptr(), self._w2.data_ptr(), w1.shape[1]
+            call.half = self._w2.dtype == torch.bfloat16
         if library.draft(ctypes.byref(call)):
             raise MemoryError("no memory to choose candidates; lower candidates or block_size")
         failed = set(table["failed"].nonzero()[0].tolist())
@@ -247,7 +252,7 @@ class _Sequential(ctypes.Structure):
 
     _fields_ = (
         *((name, _pointer) for name in ("requests", "w1", "w2", "names", "uniforms", "support", "probs", "tokens")),
-        *((name, _int64) for name in ("count", "block", "width", "rank", "candidates")),
+        *((name, _int64) for name in ("count", "block", "width", "rank", "candidates", "half")),
     )
 
 
