@@ -18,6 +18,7 @@ from dspark.errors import ConfigError, DataError
 from dspark.evaluate.figures import StageTimes, stage_times
 from dspark.evaluate.intervals import DRAWS, Estimate, estimate, mean_over, resamples, weights_of
 from dspark.evaluate.records import AnswerRecord, Cell, Key
+from dspark.evaluate.suite import KNOWN_SETS
 from dspark.evaluate.tally import median_speed, position_ratio, ratio, sum_ratio, tally
 
 OVERALL = "mean"
@@ -130,13 +131,19 @@ def common_answers(cells: Sequence[Cell]) -> list[dict[Key, AnswerRecord]]:
     """
     by_key = [{answer.key: answer for answer in cell.answers} for cell in cells]
     shared = reduce(lambda keys, more: [key for key in keys if key in more], by_key, list(by_key[0]))
-    shared.sort()
+    shared.sort(key=_paper_first)
     if not shared:
         raise DataError(f"{' and '.join(cell.label for cell in cells)} have no answered prompt in common")
     for key in shared:
         if len({each[key].asked for each in by_key}) > 1:
             raise DataError(f"prompt {key[1]!r} of {key[0]} was asked in different words; evaluate one of them again")
     return [{key: each[key] for key in shared} for each in by_key]
+
+
+def _paper_first(key: Key) -> tuple[int, Key]:
+    """The paper's sets in its order, others behind them."""
+    names = list(KNOWN_SETS)
+    return names.index(key[0]) if key[0] in names else len(names), key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from dspark.errors import DataError
 from dspark.evaluate.records import AnswerRecord, Cell
+from dspark.evaluate.suite import KNOWN_SETS
 from dspark.maths.calibration import (
     ReliabilityBin,
     RoundOutcomes,
@@ -115,7 +116,9 @@ def sweep_by_domain(cell: Cell, thresholds: Sequence[float] = THRESHOLDS) -> Map
     """A sweep for every domain of a cell. Raises as :func:`outcomes_by_prompt` does."""
     outcomes, _, domains = outcomes_by_prompt(cell)
     names = np.array(domains)
-    return {name: sweep(outcomes.take(names == name), thresholds) for name in dict.fromkeys(domains)}
+    paper = list(dict.fromkeys(known.domain for known in KNOWN_SETS.values()))
+    order = sorted(dict.fromkeys(domains), key=lambda name: paper.index(name) if name in paper else len(paper))
+    return {name: sweep(outcomes.take(names == name), thresholds) for name in order}
 
 
 def calibrate_records(cell: Cell) -> Calibrated:

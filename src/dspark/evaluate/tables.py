@@ -11,6 +11,8 @@ from dspark.evaluate.comparison import OVERALL, AtTemperature, Comparison, Figur
 from dspark.evaluate.figures import plain_data
 from dspark.evaluate.intervals import Estimate
 
+WITH_INTERVALS = 4  # most drafters side by side whose intervals a terminal has room for
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
@@ -20,6 +22,7 @@ class TextTable:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    overview: bool = False  # the first to be looked at
 
 
 def shown(estimate: Estimate | None, digits: int = 2, *, sign: bool = False) -> str:
@@ -71,12 +74,17 @@ def _overview(at: AtTemperature) -> TextTable:
     note = f"{count} prompts, the same for all; accepted: tokens per round, bonus included; round: draft + verify."
     note += f" First answers equal to plain decoding's: {', '.join(same)}." if same else ""
     note += f" Answers left out because another drafter lacks them: {', '.join(left)}." if left else ""
-    return TextTable(title=f"{_name(at.temperature)}: all sets", head=head, rows=tuple(rows), note=note)
+    return TextTable(title=f"{_name(at.temperature)}: all sets", head=head, rows=tuple(rows), note=note, overview=True)
 
 
 def _sets(at: AtTemperature) -> TextTable:
-    """A row per set, a column per drafter: acceptance lengths."""
+    """A row per set, a column per drafter: acceptance lengths, with intervals where there is room for them."""
     drafting = [drafter for drafter in at.drafters if drafter.block_size] or list(at.drafters)
+
+    def form(figures: Figures) -> str:
+        length = figures.acceptance_length
+        return shown(length) if len(drafting) <= WITH_INTERVALS else f"{length.value:.2f}"
+
     scopes: list[tuple[str, str]] = []
     for domain in at.drafters[0].domains:
         members = [name for name, of in at.domain_of.items() if of == domain]
@@ -86,8 +94,8 @@ def _sets(at: AtTemperature) -> TextTable:
     for name, kind in scopes:
         figures: list[Figures] = [getattr(drafter, kind)[name] for drafter in drafting]
         label = name if kind == "sets" else f"= {name}"
-        rows.append((label, str(figures[0].prompts), *(shown(each.acceptance_length) for each in figures)))
-    rows.append(("= all", str(drafting[0].mean.prompts), *(shown(each.mean.acceptance_length) for each in drafting)))
+        rows.append((label, str(figures[0].prompts), *(form(each) for each in figures)))
+    rows.append(("= all", str(drafting[0].mean.prompts), *(form(each.mean) for each in drafting)))
     head = ("set", "prompts", *(drafter.label for drafter in drafting))
     return TextTable(title=f"{_name(at.temperature)}: acceptance length", head=head, rows=tuple(rows))
 

@@ -40,7 +40,6 @@ DARK = Look(
     face="none",
     lines=("#58b2f0", "#ff8a4c", "#3fd0a4", "#eba6cb", "#e0cd5a", "#9bd8ff", "#b5b9bf", "#ffc04d"),
 )
-ON_PAGE = Look(text=LIGHT.text, grid=LIGHT.grid, face="none", lines=LIGHT.lines)
 
 
 def svg(figure: Figure, look: Look) -> str:
@@ -91,7 +90,7 @@ def _drawn(figure: Figure, look: Look) -> Iterator[Any]:
     }
     with matplotlib.rc_context(settings):
         canvas = Canvas(layout="constrained")
-        DRAWERS[figure.key](canvas, figure.data, look)
+        DRAWERS[figure.key](canvas, figure, look)
         yield canvas
 
 
@@ -127,7 +126,8 @@ def _legend(canvas: Any, axes: Axes, count: int) -> None:
         canvas.legend(handles, labels, loc="outside lower center", ncols=min(4, count))
 
 
-def _position(canvas: Any, data: Columns, look: Look) -> None:
+def _position(canvas: Any, figure: Figure, look: Look) -> None:
+    data = figure.data
     domains = data.distinct("domain")
     methods = data.distinct("method")
     panels = _panels(canvas, len(domains), columns=2 if len(domains) == 4 else 3)
@@ -149,6 +149,7 @@ def _shape(canvas: Any, data: Columns, look: Look, *, label: str, overhead: bool
     count = len(domains) + overhead
     panels = _panels(canvas, count, columns=3 if count != 4 else 2)
     ticks = sorted(set(data.values(data.rows, "x")))
+    apart = 0.012 * (ticks[-1] - ticks[0])  # between methods at one place, so that their bars do not lie on each other
     for axes, domain in zip(panels, domains, strict=False):
         for i, name in enumerate(methods):
             rows = sorted(data.where(domain=domain, method=name), key=lambda row: row[3])
@@ -157,7 +158,8 @@ def _shape(canvas: Any, data: Columns, look: Look, *, label: str, overhead: bool
                 [max(0.0, v - b) for v, b in zip(y, _numbers(data.values(rows, "low")), strict=True)],
                 [max(0.0, t - v) for v, t in zip(y, _numbers(data.values(rows, "high")), strict=True)],
             ]
-            axes.errorbar(data.values(rows, "x"), y, yerr=bars, label=name, capsize=2, elinewidth=1, **_style(i, look))
+            x = [at + apart * (i - (len(methods) - 1) / 2) for at in data.values(rows, "x")]
+            axes.errorbar(x, y, yerr=bars, label=name, capsize=2, elinewidth=1, **_style(i, look))
         axes.set(title=domain, xlabel=label, ylabel="tokens per round")
         axes.set_xticks(ticks)
     if overhead:
@@ -172,15 +174,16 @@ def _shape(canvas: Any, data: Columns, look: Look, *, label: str, overhead: bool
     _legend(canvas, panels[0], len(methods))
 
 
-def _depth(canvas: Any, data: Columns, look: Look) -> None:
-    _shape(canvas, data, look, label="layers of the drafter", overhead=False)
+def _depth(canvas: Any, figure: Figure, look: Look) -> None:
+    _shape(canvas, figure.data, look, label="layers of the drafter", overhead=False)
 
 
-def _block(canvas: Any, data: Columns, look: Look) -> None:
-    _shape(canvas, data, look, label="block length", overhead=True)
+def _block(canvas: Any, figure: Figure, look: Look) -> None:
+    _shape(canvas, figure.data, look, label="block length", overhead=True)
 
 
-def _threshold(canvas: Any, data: Columns, look: Look) -> None:
+def _threshold(canvas: Any, figure: Figure, look: Look) -> None:
+    data = figure.data
     domains = data.distinct("domain")
     panels = _panels(canvas, 2, columns=2, width=4.2)
     for i, domain in enumerate(domains):
@@ -195,9 +198,10 @@ def _threshold(canvas: Any, data: Columns, look: Look) -> None:
     _legend(canvas, panels[0], len(domains))
 
 
-def _reliability(canvas: Any, data: Columns, look: Look) -> None:
+def _reliability(canvas: Any, figure: Figure, look: Look) -> None:
+    data, (quality,) = figure.data, figure.more.values()
     positions = data.distinct("position")
-    panels = _panels(canvas, len(positions), columns=min(4, len(positions)), width=2.4, height=2.3)
+    panels = _panels(canvas, len(positions), columns=min(4, len(positions)), width=2.4, height=2.4)
     for axes, position in zip(panels, positions, strict=True):
         counts = axes.twinx()
         counts.set_axis_off()
@@ -210,7 +214,11 @@ def _reliability(canvas: Any, data: Columns, look: Look) -> None:
                 counts.bar(x, data.values(rows, "count"), width=0.04, color=look.lines[0], alpha=0.2)
         low, high = counts.get_ylim()
         counts.set_ylim(low, 2.5 * high)
-        axes.set(title=f"drafts 1 to {position}" if position > 1 else "draft 1", xlim=(0, 1), ylim=(0, 1.02))
+        (row,) = quality.where(position=position)
+        ece = [100 * value for value in (row[quality.names.index(name)] for name in ("ece", "ece after"))]
+        drafts = f"drafts 1 to {position}" if position > 1 else "draft 1"
+        axes.set_title(f"{drafts}\nECE {ece[0]:.1f} to {ece[1]:.1f} %", fontsize=9)
+        axes.set(xlim=(0, 1), ylim=(0, 1.02))
         axes.set_zorder(counts.get_zorder() + 1)
     for axes in panels[:: min(4, len(positions))]:
         axes.set_ylabel("measured")
@@ -219,7 +227,8 @@ def _reliability(canvas: Any, data: Columns, look: Look) -> None:
     _legend(canvas, panels[0], 2)
 
 
-def _throughput(canvas: Any, data: Columns, look: Look) -> None:
+def _throughput(canvas: Any, figure: Figure, look: Look) -> None:
+    data = figure.data
     (axes,) = _panels(canvas, 1, width=6.4, height=4.2)
     names = data.distinct("scheduler")
     for i, name in enumerate(names):
@@ -232,7 +241,8 @@ def _throughput(canvas: Any, data: Columns, look: Look) -> None:
     _legend(canvas, axes, len(names))
 
 
-def _budget(canvas: Any, data: Columns, look: Look) -> None:
+def _budget(canvas: Any, figure: Figure, look: Look) -> None:
+    data = figure.data
     (axes,) = _panels(canvas, 1, width=6.4, height=3.6)
     names = data.distinct("scheduler")
     for i, name in enumerate(names):
@@ -248,7 +258,7 @@ def _budget(canvas: Any, data: Columns, look: Look) -> None:
     _legend(canvas, axes, len(names))
 
 
-DRAWERS: dict[str, Callable[[Any, Columns, Look], None]] = {
+DRAWERS: dict[str, Callable[[Any, Figure, Look], None]] = {
     "position": _position,
     "depth": _depth,
     "block": _block,

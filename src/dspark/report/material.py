@@ -68,8 +68,12 @@ def absent(key: str, number: str, title: str, *, why: str, command: str) -> Figu
 
 
 def commands_of(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """The commands that began these records, with commit and date, each once."""
-    return tuple(dict.fromkeys(command_line(cell.provenance) for cell in cells))
+    """The commands that began these records, each once for a commit, with the date of its first record."""
+    found: dict[tuple[Any, Any], str] = {}
+    for cell in cells:
+        key = cell.provenance.get("command"), cell.provenance.get("git_commit")
+        found.setdefault(key, command_line(cell.provenance))
+    return tuple(found.values())
 
 
 def command_line(provenance: Mapping[str, Any]) -> str:

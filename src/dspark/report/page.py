@@ -21,7 +21,7 @@ body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 64rem; font: 16px/1
   color: var(--text); background: var(--face); }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; }
 h3 { font-size: 1rem; margin: 1.5rem 0 .3rem; }
-a { color: var(--link); } nav a { margin-right: 1rem; white-space: nowrap; }
+a { color: var(--link); } nav a { display: inline-block; margin-right: 1rem; }
 p, figcaption { max-width: 46rem; } figure { margin: 0; } img { max-width: 100%; height: auto; }
 figcaption, .note { color: var(--soft); font-size: .93rem; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
@@ -54,7 +54,7 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        f"<ul>{''.join(f'<li>{escape(fact)}</li>' for fact in facts)}</ul>" if facts else "",
+        _facts(facts),
         f"<nav>{' '.join(links)}</nav>",
         *([_tables(tables)] if tables else []),
         *(_figure(figure, images.get(figure.key)) for figure in figures),
@@ -63,11 +63,21 @@ def page(
     return "\n".join(part for part in parts if part) + "\n"
 
 
+def _facts(facts: Sequence[str]) -> str:
+    """Where everything comes from; folded, for it is long."""
+    items = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
+    return f"<details><summary>Made from {len(facts) - 1} sources</summary><ul>{items}</ul></details>" if facts else ""
+
+
 def _tables(tables: Sequence[TextTable]) -> str:
+    """Overviews stand open, the others are folded."""
     parts = ['<h2 id="tables">Tables</h2>']
     for table in tables:
-        parts += [f"<h3>{escape(table.title)}</h3>", _grid(table.head, table.rows)]
-        parts += [f'<p class="note">{escape(table.note)}</p>'] if table.note else []
+        note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+        body = f"{_grid(table.head, table.rows)}{note}"
+        title = escape(table.title)
+        folded = f"<details><summary>{title}</summary>{body}</details>"
+        parts.append(f"<h3>{title}</h3>{body}" if table.overview else folded)
     return "\n".join(parts)
 
 

@@ -12,7 +12,7 @@ from dspark.errors import ConfigError
 from dspark.evaluate.comparison import compare
 from dspark.evaluate.records import Cell, find_cells
 from dspark.evaluate.tables import tables
-from dspark.report.draw import DARK, LIGHT, ON_PAGE, png, svg
+from dspark.report.draw import DARK, LIGHT, png, svg
 from dspark.report.load_figures import budget_figure, throughput_figure
 from dspark.report.material import Figure, Load, command_line, read_load
 from dspark.report.page import page
@@ -76,8 +76,8 @@ def write_report(out: Path, sources: Sources, *, temperature: float | None = Non
             for ending in ("png", "svg", "json"):
                 (out / f"{figure.name}.{ending}").unlink(missing_ok=True)
             continue
-        images[figure.key] = (svg(figure, ON_PAGE), svg(figure, DARK))
-        atomic_write_text(out / f"{figure.name}.svg", svg(figure, LIGHT))
+        images[figure.key] = (svg(figure, LIGHT), svg(figure, DARK))
+        atomic_write_text(out / f"{figure.name}.svg", images[figure.key][0])
         atomic_write_bytes(out / f"{figure.name}.png", png(figure, LIGHT))
         atomic_write_text(out / f"{figure.name}.json", _data(figure))
     found = tables(compare(sources.cells)) if sources.cells else []
