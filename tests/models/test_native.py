@@ -113,26 +113,39 @@ def test_models_agree_over_ragged_batches(name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_that_hide_nothing_agree(dtype: torch.dtype) -> None:
-    """Attention of a draft block: every token sees the whole row, the block's later tokens too."""
-    fast, plain = both_targets("qwen3 (normed heads)", dtype)
-    config, heads, kv_heads = fast.config, fast.config.num_heads, fast.config.num_kv_heads
+@pytest.mark.parametrize("name", ["qwen3 (normed heads)", "gemma2 (soft-caps)"])
+@pytest.mark.parametrize(
+    ("rows", "pasts", "counts"),
+    [([1], [11], [9]), ([0, 1, 2], [20, 20, 20], [4, 4, 4]), ([2, 0, 1, 3], [30, 0, 7, 3], [5, 8, 5, 5])],
+    ids=["one", "equal", "ragged"],
+)
+def test_blocks_that_hide_nothing_agree(
+    rows: list[int], pasts: list[int], counts: list[int], name: str, dtype: torch.dtype
+) -> None:
+    """Attention of draft blocks: every token sees the whole row, the block's later tokens too, and no other row."""
+    fast, plain = both_targets(name, dtype)
+    config = replace(fast.config, sliding_window=None)
+    layers = [replace(layer, slides=False) for layer in fast._layers]
+    width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     tables = fast._angles(config.rope, 64)
-    qkv = torch.randn(20, (heads + 2 * kv_heads) * config.head_dim).to(dtype)
-    outs = []
+    held, block = torch.randn(sum(pasts), width).to(dtype), torch.randn(sum(counts), width).to(dtype)
+    outs = {}
     for causal in (False, True):
         for target in (fast, plain):
-            memory = target.new_memory(rows=2, max_len=64)
-            ops = target._native or target._plain
-            for start, part in ((0, qkv[:9]), (9, qkv[9:])):
-                attend = ops.attention(memory, (1,), (len(part),), target._layers, lambda rope: tables, causal=causal)
-                out = attend(0, part.clone())
-                memory.lengths[1] = start + len(part)
-            outs.append(out)
-    agree(outs[0], outs[1], dtype)
-    agree(outs[2], outs[3], dtype)
-    agree(outs[0][-1], outs[2][-1], dtype)  # the last token sees the same either way
-    assert not torch.allclose(outs[0][0], outs[2][0], atol=1e-2)
+            memory = target.new_memory(rows=4, max_len=64)
+            ops = native_ops(config, dtype, CPU) if target.native else PlainOps(config, dtype, CPU)
+            assert ops is not None
+            if some := [row for row, past in zip(rows, pasts, strict=True) if past]:
+                ops.attention(memory, some, [p for p in pasts if p], layers, lambda rope: tables)(0, held.clone())
+            for row, past in zip(rows, pasts, strict=True):
+                memory.lengths[row] = past
+            attend = ops.attention(memory, rows, counts, layers, lambda rope: tables, causal=causal)
+            outs[causal, target.native] = attend(0, block.clone())
+    for causal in (False, True):
+        agree(outs[causal, True], outs[causal, False], dtype)
+    lasts = torch.tensor(counts).cumsum(0) - 1  # the last token of a row sees the same either way
+    agree(outs[False, True][lasts], outs[True, False][lasts], dtype)
+    assert not torch.allclose(outs[False, True][lasts - 1], outs[True, True][lasts - 1], atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -277,6 +290,7 @@ def test_a_token_has_the_same_bits_however_many_share_its_pass(dtype: torch.dtyp
             logits, features, final = (torch.cat(part) for part in parts)
             return logits, features, final
 
+        assert target.batches_independent
         whole = run([8])
         for pieces in ([1] * 8, [3, 5], [2, 1, 4, 1], [7, 1]):
             for ours, theirs in zip(run(pieces), whole, strict=True):

@@ -4,16 +4,17 @@ Batch-1 decoding reads every weight once a pass; what is left to save is the tim
 and values are one product, gate and up another, and what lies between two products is one call where a C compiler is at
 hand (:mod:`dspark.models.native`) and a few operations of PyTorch elsewhere (:mod:`dspark.models.plain`).
 
-Few rows. A token's numbers should not depend on how many tokens share its pass: then greedy output with drafts equals
-the output without bit for bit, in bfloat16 too. The compiled operations work row by row, but a matrix product may
-choose another kernel for one row than for eight. So short passes are filled up to eight rows, whose weights are read
-once all the same.
+Rows. A token's numbers should not depend on what shares its pass: then greedy output with drafts, or among other
+requests, equals the output without bit for bit, in bfloat16 too. The compiled operations work row by row, but a matrix
+product may choose another kernel for one row than for eight. So passes are filled up to a multiple of eight rows, whose
+weights are read once all the same; whether larger products then keep a row's bits is tried (``batches_independent``).
 
 On CUDA the plain operations serve; a captured graph per (rows, count) would remove their launch gaps.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -29,10 +30,11 @@ from dspark.models.linear import Linear, settle
 from dspark.models.native import native_ops
 from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
-from dspark.models.ragged import SHORT_COUNT, check_batch, last_tokens
+from dspark.models.ragged import check_batch, last_tokens
 from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_max_len, check_taps
 
 ROW_QUANTUM = 8  # rows of a verification pass: the anchor and seven drafts
+BATCHES = (16, 24, 40, 64, 104, 160)  # rows of the batches that `batches_independent` tries
 
 
 def rows_alike(products: Sequence[Linear], dtype: torch.dtype) -> bool:
@@ -46,6 +48,17 @@ def rows_alike(products: Sequence[Linear], dtype: torch.dtype) -> bool:
         x = torch.randn(ROW_QUANTUM, product.in_features, generator=generator).to(dtype)
         whole = product(x)
         if any(not torch.equal(product(x.roll(k, 0)), whole.roll(k, 0)) for k in range(1, ROW_QUANTUM)):
+            return False
+    return True
+
+
+def batches_alike(products: Sequence[Linear], dtype: torch.dtype) -> bool:
+    """Whether a row has the same bits in products over eight rows and over any number we tried."""
+    generator = torch.Generator().manual_seed(0)
+    for product in products[-5:]:
+        x = torch.randn(max(BATCHES), product.in_features, generator=generator).to(dtype)
+        whole = torch.cat([product(eight) for eight in x.split(ROW_QUANTUM)])
+        if any(not torch.equal(product(x[:rows]), whole[:rows]) for rows in BATCHES):
             return False
     return True
 
@@ -106,6 +119,16 @@ class LeanTarget:
         """
         return self._rows_alike
 
+    @functools.cached_property
+    def batches_independent(self) -> bool:
+        """Whether a token's numbers are the same bits in a pass of its own and in any batch, prompts in pieces
+        included: then requests that share passes get, in half precision too, what each would get alone.
+
+        Tried once, at the first question, in some tens of milliseconds; depends on the library of products.
+        """
+        with torch.inference_mode():
+            return self._rows_alike and batches_alike(self.products, self.info.dtype)
+
     @property
     def products(self) -> list[Linear]:
         """The model's matrix products in the order of a pass."""
@@ -132,8 +155,8 @@ class LeanTarget:
     def logits(self, final: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits of final-norm states, soft-cap applied."""
         with torch.no_grad():
-            rows, cap = final.shape[0], self.config.final_softcap
-            logits = self._head(self._fill(final))[:rows] if rows <= SHORT_COUNT else self._head(final)
+            cap = self.config.final_softcap
+            logits = self._head(self._fill(final))[: final.shape[0]]
             return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def head_weight(self) -> Float[Tensor, "vocab hidden"]:

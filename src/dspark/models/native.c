@@ -11,7 +11,6 @@
 
 #define LANES 16
 #define HEAD_VECTORS (HEAD_DIM / LANES)
-#define AHEAD 4096 /* bytes asked for ahead of their use */
 #define QUERY_BLOCK 8 /* queries that share one reading of keys and values */
 #define HELD (HEAD_VECTORS <= 4 ? 4 : HEAD_VECTORS <= 8 ? 2 : 1) /* queries whose sums of values stay in registers */
 
@@ -198,36 +197,37 @@ static float softmax(float *scores, int64_t length, int64_t first, int64_t last)
 struct walk {
     const state *from;
     int64_t count;
+    const state *ahead;  /* where the walk goes on, to be asked for meanwhile */
     const int64_t *page; /* in the table */
     int64_t offset;      /* of the first position in it */
 };
 
-static inline const state *stretch(const struct attention *a, const state *base, int64_t head, const struct walk *w) {
-    return base + ((*w->page * a->kv_heads + head) * a->page_size + w->offset) * HEAD_DIM;
+static inline const state *lies(const struct attention *a, const state *base, int64_t head, int64_t page, int64_t offset) {
+    return base + ((page * a->kv_heads + head) * a->page_size + offset) * HEAD_DIM;
 }
 
-/* Ask for what lies at ``from`` before it is used. */
+/* Take up ``w->page`` from ``w->offset`` on, with ``left`` positions to go; ``then`` is what comes behind them all. */
+static inline void take_up(const struct attention *a, const state *base, int64_t head, struct walk *w, int64_t left,
+                           const state *then) {
+    int64_t room = a->page_size - w->offset;
+    w->from = lies(a, base, head, *w->page, w->offset);
+    w->count = room < left ? room : left;
+    w->ahead = room < left ? lies(a, base, head, w->page[1], 0) : then;
+}
+
+/* Ask for the keys or values of ``count`` positions before they are used. */
 static inline void expect(const state *from, int64_t count) {
-    int64_t bytes = count * HEAD_DIM * (int64_t)sizeof(state);
-    for (int64_t i = 0; i < bytes && i < AHEAD; i += 64) __builtin_prefetch((const char *)from + i);
+    for (int64_t i = 0; i < count * HEAD_DIM * (int64_t)sizeof(state); i += 64)
+        __builtin_prefetch((const char *)from + i);
 }
 
-/* Begin at ``w->page`` and ``w->offset``, with ``left`` positions to go. */
-static inline void enter_page(const struct attention *a, const state *base, int64_t head, struct walk *w, int64_t left) {
-    w->from = stretch(a, base, head, w);
-    w->count = a->page_size - w->offset < left ? a->page_size - w->offset : left;
-    if (w->count == left) return;
-    struct walk next = {.page = w->page + 1};
-    expect(stretch(a, base, head, &next), left - w->count < a->page_size ? left - w->count : a->page_size);
-}
-
-/* Scores of some queries and ``count`` keys that lie together; may write up to 3 more behind each query's last. */
-static void score(const float *const *query, int64_t queries, const state *keys, int64_t count, float *scores,
-                  int64_t stride) {
-    for (int64_t j = 0; j < count; j += 4) {
+/* Scores of some queries and the keys of a stretch; may write up to 3 more behind each query's last. */
+static void score(const float *const *query, int64_t queries, const struct walk *w, float *scores, int64_t stride) {
+    for (int64_t j = 0; j < w->count; j += 4) {
+        expect(w->ahead + j * HEAD_DIM, 4);
         vec key[4][HEAD_VECTORS];
         for (int k = 0; k < 4; k++) {
-            const state *from = keys + (j + k < count ? j + k : count - 1) * HEAD_DIM;
+            const state *from = w->from + (j + k < w->count ? j + k : w->count - 1) * HEAD_DIM;
             for (int i = 0; i < HEAD_VECTORS; i++) key[k][i] = load(from + i * LANES);
         }
         for (int64_t q = 0; q < queries; q++) {
@@ -258,11 +258,12 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
     }
     const struct walk begin_at = {.page = a->table + request * a->stretches + start / a->page_size,
                                   .offset = start % a->page_size};
+    const state *first_value = lies(a, a->values, head, *begin_at.page, begin_at.offset);
+    const state *next_key = lies(a, a->keys, head + 1, *begin_at.page, begin_at.offset); /* in all likelihood */
     struct walk w = begin_at;
-    expect(stretch(a, a->values, head, &w), a->page_size - w.offset < length ? a->page_size - w.offset : length);
     for (int64_t j = 0; j < length; j += w.count, w.page++, w.offset = 0) {
-        enter_page(a, a->keys, head, &w, length - j);
-        score(query, count, w.from, w.count, scores + j, stride);
+        take_up(a, a->keys, head, &w, length - j, first_value);
+        score(query, count, &w, scores + j, stride);
     }
     for (int64_t q = 0; q < count; q++) {
         int64_t position = a->position[first_token + (begin + q) / GROUP];
@@ -278,12 +279,14 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
         for (int k = 0; k < HELD; k++) weight[k] = scores + (q + k < count ? q + k : count - 1) * stride;
         w = begin_at;
         for (int64_t j = 0; j < length; j += w.count, w.page++, w.offset = 0) {
-            enter_page(a, a->values, head, &w, length - j);
-            for (int64_t m = 0; m < w.count; m++)
+            take_up(a, a->values, head, &w, length - j, next_key);
+            for (int64_t m = 0; m < w.count; m++) {
+                expect(w.ahead + m * HEAD_DIM, 1);
                 for (int i = 0; i < HEAD_VECTORS; i++) {
                     vec value = load(w.from + m * HEAD_DIM + i * LANES);
                     for (int k = 0; k < HELD; k++) sums[k][i] += weight[k][j + m] * value;
                 }
+            }
         }
         for (int k = 0; k < HELD && q + k < count; k++) {
             int64_t n = begin + q + k;
