@@ -105,16 +105,16 @@ class Twins:
         return pairs
 
 
-@pytest.mark.parametrize("page_size", [3, 16, 40])
-@pytest.mark.parametrize("name", ["llama3-rope", "smollm2", "qwen3", "mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("page_size", [3, 16])
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen3", "gemma2", "gemma3"])
 def test_pages_equal_rows_in_plain_pytorch(name: str, page_size: int) -> None:
     for mine, theirs in Twins(lean(name, native=False), page_size=page_size, seed=page_size).wander(8):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * max(1.0, float(theirs.abs().max())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("page_size", [3, 16, 40])
-@pytest.mark.parametrize("name", ["llama3-rope", "qwen3", "mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("page_size", [3, 16])
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen3", "gemma2", "gemma3"])
 def test_pages_equal_rows_bit_for_bit(name: str, page_size: int, dtype: torch.dtype) -> None:
     target = lean(name, native=True, dtype=dtype)
     if not target.native:
