@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_chat import save_chat_model, save_random_drafter
+from tiny_run import fork
 from typer.testing import CliRunner
 
 from dspark import eval_cli
@@ -108,6 +110,25 @@ def test_a_kill_costs_the_answer_under_way(folder: Path, whole: eval_cli.Result)
     kept = {a.key: a.token_ids for a in read_answers(path.parent).values()}
     assert kept == {a.key: a.token_ids for cell in whole.cells if cell.folder.name == "head-t1" for a in cell.answers}
     assert path.read_text().startswith(text[: text.index("\n")])  # what was there is kept
+
+
+def test_a_killed_process_goes_on_with_the_same_command(folder: Path, whole: eval_cli.Result) -> None:
+    run = config(folder, "shot", undrafted=False, temperatures=(1.0,), drafters=(str(folder / "head"),))
+    child = fork(eval_cli.run, run)
+    path = folder / "shot" / "head-t1" / "answers-0.jsonl"
+    for _ in range(6000):
+        if path.is_file() and path.read_bytes().count(b"\n") >= 3:
+            break
+        time.sleep(0.01)
+    child.kill()  # nothing of ours runs any more
+    child.join()
+    there = read_answers(path.parent)
+    assert 3 <= len(there)  # what had ended is on the disk
+    eval_cli.run(run)
+    wanted = {a.key: a.token_ids for cell in whole.cells if cell.folder.name == "head-t1" for a in cell.answers}
+    found = read_answers(path.parent)
+    assert {key: a.token_ids for key, a in found.items()} == wanted
+    assert all(found[key].decode_seconds == a.decode_seconds for key, a in there.items())  # not played again
 
 
 def test_records_of_something_else_are_refused(folder: Path, whole: eval_cli.Result) -> None:
