@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 import dspark
 from dspark import cache_cli
 from dspark.errors import DsparkError
-from dspark.verbs import decoding, eval, formats, load, material, measuring, serve, simulate, training
+from dspark.verbs import decoding, eval, formats, load, material, measuring, report, serve, simulate, training
 from dspark.verbs.options import EXIT_INTERRUPTED, EXIT_USER_ERROR
 
 
@@ -96,6 +96,7 @@ _VERBS = {
     "calibrate": measuring.calibrate,
     "profile": measuring.profile_costs,
     "simulate": simulate.simulate,
+    "report": report.report,
     "demo": decoding.demo,
     "inspect": formats.inspect,
     "convert": formats.convert,
