@@ -12,12 +12,13 @@ from tiny_rounds import Tabled, played_texts
 
 from dspark.core import SamplingParams
 from dspark.data.answers import job_seed
-from dspark.data.features import Sample
+from dspark.data.features import FeatureSource, Sample
 from dspark.decode import generate
+from dspark.errors import DataError
 from dspark.maths.losses import expected_acceptance_length, slot_worths
 from dspark.train.config import TrainConfig
 from dspark.train.played import PlayedRounds, keep_played, played_for, played_pieces, read_played, write_played
-from dspark.train.rounds import PlayedText
+from dspark.train.rounds import PlayedText, play_step
 
 VOCAB = 5
 PROMPTS = [
@@ -168,6 +169,18 @@ def test_a_playing_comes_back_from_the_disk_as_it_was(tmp_path: Path, temperatur
             assert torch.equal(found.get(a).features, ours.get(b).features)
             for name in ("anchors", "prev_ids", "labels", "supervised", "worth", "rows"):
                 assert torch.equal(getattr(mine, name), getattr(theirs, name))
+
+
+def test_a_playing_passes_over_samples_without_a_prompt() -> None:
+    target, drafter = TableTarget(vocab_size=VOCAB), Tabled("certain", VOCAB)
+    source = FeatureSource(target, drafter.taps, torch.arange(VOCAB), top=VOCAB)
+    bare = Sample("bare", "x", torch.tensor([1, 2, 3]), torch.ones(3, dtype=torch.bool))
+    config = TrainConfig(played_from=0.0, played_texts=3, played_tokens=8)
+    for step in range(3):
+        texts = play_step(drafter, source, [bare, *PROMPTS], config, step, stop_token_ids=())
+        assert {text.sample.id for text in texts} == {f"{prompt.id}@{step}" for prompt in PROMPTS}
+    with pytest.raises(DataError, match="none of 0 prompts"):
+        play_step(drafter, source, [bare], config, 0, stop_token_ids=())
 
 
 def test_steps_take_rounds_without_replacement_and_all_in_turn() -> None:

@@ -92,15 +92,17 @@ def play_step(
     *,
     stop_token_ids: Collection[int],
 ) -> list[PlayedText]:
-    """The playing of one step: ``played_texts`` of the ``samples``' prompts, drawn by (seed, step) and continued.
+    """The playing of one step: ``played_texts`` of the ``samples``' prompts, drawn by (seed, step) and continued; those
+    without a prompt are passed over.
 
     Raises :class:`DataError` if no prompt led to a drafted round.
     """
-    picked = torch.randperm(len(samples), generator=step_generator(config.seed, train_step, 6))
+    order = torch.randperm(len(samples), generator=step_generator(config.seed, train_step, 6)).tolist()
+    prompted = [samples[i] for i in order if not bool(samples[i].loss_mask[0])]
     texts = play(
         source.target,
         drafter,
-        [samples[i] for i in picked[: config.played_texts].tolist()],
+        prompted[: config.played_texts],
         draft_ids=source.draft_ids,
         top=source.top,
         sampling=SamplingParams(temperature=config.played_temperature, seed=config.seed),
@@ -109,9 +111,8 @@ def play_step(
         number=train_step,
     )
     if not texts:
-        raise DataError(
-            f"none of {config.played_texts} prompts led to a drafted round; raise played_tokens or played_texts"
-        )
+        count = min(config.played_texts, len(prompted))
+        raise DataError(f"none of {count} prompts led to a drafted round; raise played_tokens or played_texts")
     return texts
 
 
@@ -134,6 +135,8 @@ def play(
     ``sampling.seed``, the samples' ids and ``number``. A text without a drafted round is left out. The texts share
     their passes, so in a dtype in which a row's numbers depend on the batch, they depend on all ``prompts``.
     """
+    if not prompts:
+        return []
     rooms = [min(int(s.loss_mask.nonzero()[0]) + max_new_tokens, target.info.max_len) for s in prompts]
     memory = target.new_memory(rows=len(prompts), max_len=max(rooms))
     stops = frozenset(stop_token_ids)
