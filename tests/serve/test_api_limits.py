@@ -143,6 +143,7 @@ PLAIN_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 6}, "prompt"),
     ({"prompt": ["a"] * 4, "n": 2}, "n"),
     ({"prompt": "x" * 300}, "prompt"),
+    ({"prompt": "x" * 9000}, "prompt"),
     ({"prompt": "x" * 250, "max_tokens": 10}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),

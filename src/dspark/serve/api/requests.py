@@ -15,6 +15,7 @@ from dspark.serve.constraint import Constraint
 from dspark.serve.request import GenerationRequest, seed_of_answer
 
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it; a chat's answer may fill the context
+CHARS_PER_TOKEN = 32  # several times what any text has
 TEMPLATE_WORDS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "conversation", "tokenize"})
 MAX_TEMPLATE_OPTIONS = 16
 MAX_OPTION_CHARS = 256
@@ -141,6 +142,7 @@ def _prompts(body: CompletionRequest | ChatRequest, model: ServedModel) -> list[
     if isinstance(body, ChatRequest):
         chat = _chat_of(body, model.chat)
         messages = [{"role": _role(m.role), "content": _text(m.content)} for m in body.messages]
+        _check_chars("messages", sum(len(message["content"]) for message in messages), model)
         prompts = [Prompt(ids=tuple(chat.prompt_ids(messages)))]
     else:
         prompts = [_prompt(item, model) for item in _listed(body.prompt)]
@@ -160,8 +162,19 @@ def _too_long(name: str, prompt: int, output: int, most: int) -> ApiError:
     return bad_request(message, name, code="context_length_exceeded")
 
 
+def _check_chars(name: str, chars: int, model: ServedModel) -> None:
+    """Refuse a text that cannot fit before it is tokenised, which would take hundreds of bytes per character."""
+    if chars > CHARS_PER_TOKEN * model.max_len:
+        message = (
+            f"{name} has {chars} characters; this model's context holds {model.max_len} tokens, and this server reads "
+            f"at most {CHARS_PER_TOKEN} characters for each"
+        )
+        raise bad_request(message, name, code="context_length_exceeded")
+
+
 def _prompt(item: str | list[int], model: ServedModel) -> Prompt:
     if isinstance(item, str):
+        _check_chars("prompt", len(item), model)
         return Prompt(ids=tuple(model.chat.tokenizer(item, add_special_tokens=True)["input_ids"]), text=item)
     if item and max(item) >= model.vocab_size:
         raise bad_request(f"prompt holds token {max(item)}; the vocabulary has {model.vocab_size}", "prompt")
