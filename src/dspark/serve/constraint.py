@@ -9,8 +9,7 @@ drafts before it: the matcher walks along the drafts, takes a mask at each, and 
     Constraint             a compiled one, immutable, of any number of requests
     ConstrainedShaper      a request's Shaper with its constraint's masks on top
 
-The model's end tokens are allowed exactly where the text may end, and nothing else where it must. llguidance, which
-compiles and matches, is an optional requirement of the package.
+The model's end tokens are allowed exactly where the text may end, and nothing else where it must.
 """
 
 from __future__ import annotations
@@ -75,20 +74,22 @@ class Grammars:
     ) -> None:
         """``vocab_size`` is the target's; ids that the tokenizer lacks are never allowed.
 
-        Raises :class:`ConfigError` for a tokenizer that llguidance cannot read, or without an end token, and if
-        llguidance is not installed.
+        Raises :class:`ConfigError` for a tokenizer that llguidance cannot read, or without an end token.
         """
-        ll = _llguidance()
+        import llguidance as ll  # late: only requests with a constraint need it
+
         self.limits, self.vocab_size = limits or GrammarLimits(), vocab_size
-        ends = [token for token in chat.stop_token_ids if token < vocab_size]
-        if not ends:
+        self._ends = frozenset(token for token in chat.stop_token_ids if token < vocab_size)
+        if not self._ends:
             raise ConfigError("the model has no end token, so constrained output could not end; set its eos_token_id")
         backend = getattr(chat.tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError("constrained output needs a fast tokenizer; convert it with the tokenizers library")
         known = max(chat.tokenizer.get_vocab().values()) + 1
         try:
-            self._tokenizer = ll.LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, known), eos_token=ends)
+            self._tokenizer = ll.LLTokenizer(
+                backend.to_str(), n_vocab=max(vocab_size, known), eos_token=sorted(self._ends)
+            )
         except ValueError as error:
             raise ConfigError(f"llguidance cannot read the model's tokenizer: {error}") from None
         self._new = ll.LLMatcher
@@ -101,14 +102,14 @@ class Grammars:
             verbose_errors=False,  # they would quote the text
         )
 
-    def json_schema(self, schema: Schema) -> Constraint:
+    def json_schema(self, schema: Any) -> Constraint:  # Any: a request's JSON, right or wrong
         """JSON that ``schema`` allows, with at most 64 characters of whitespace in one place.
 
         Raises :class:`RequestError` naming the place for a schema that is malformed, too large, refers outside itself
         or uses a keyword that cannot be enforced; keywords of no effect on validity are taken.
         """
         if not isinstance(schema, (Mapping, bool)):
-            raise RequestError(f"the schema is a {type(schema).__name__}; it must be an object, true or false")
+            raise RequestError(f"the schema is {type(schema).__name__!r}; it must be an object, true or false")
         if schema is False:
             raise RequestError("the schema is false, which no JSON satisfies")
         self._check_nesting(schema)
@@ -128,7 +129,8 @@ class Grammars:
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Constraint:
-        """Text that ``pattern`` matches as a whole (syntax of Rust's regex crate: no look-around, no references)."""
+        """Text that ``pattern`` matches as a whole (syntax of Rust's regex crate: no look-around, no
+        references; \d, \w and \s are Unicode's)."""
         self._check_size(len(pattern), "the regular expression")
         try:
             return self._compile("regex", self._new.grammar_from_regex(pattern))
@@ -163,7 +165,7 @@ class Grammars:
         matcher = self._new(self._tokenizer, grammar, log_level=0, limits=self._parser_limits)
         if matcher.is_error():
             raise RequestError(_tidy(matcher.get_error()))
-        constraint = Constraint(kind=kind, vocab_size=self.vocab_size, pristine=matcher)
+        constraint = Constraint(kind=kind, vocab_size=self.vocab_size, ends=self._ends, pristine=matcher)
         if not constraint.matcher().masks(())[0].any():
             raise RequestError("no text satisfies it")
         return constraint
@@ -222,11 +224,12 @@ class Constraint:
 
     kind: str  # "json_schema", "regex", "choice" or "grammar"
     vocab_size: int
+    ends: frozenset[int]  # the model's end tokens
     pristine: LLMatcher  # nothing consumed; copied, never advanced
 
     def matcher(self) -> Matcher:
         """A matcher at the beginning of the text."""
-        return Matcher(self.pristine.deep_copy(), self.vocab_size)
+        return Matcher(self.pristine.deep_copy(), self.vocab_size, self.ends)
 
     def shaper(
         self, params: SamplingParams, prompt_ids: Sequence[int], *, stop_token_ids: Collection[int] = ()
@@ -238,22 +241,24 @@ class Constraint:
 class Matcher:
     """How far a request's text has come in its grammar. Not for two threads at once."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
+        self._matcher, self._vocab_size, self._ends = matcher, vocab_size, ends
         self._next: NDArray[np.bool_] | None = None  # the mask after the committed text, once asked for
 
     def masks(self, draft_tokens: Sequence[int]) -> Bool[np.ndarray, "rows vocab"]:
         """Tokens allowed after the committed text and the first k drafts, row by row.
 
         Rows behind the first draft that is not allowed are all True: such a draft has probability 0, and nobody reads
-        them. Raises :class:`RequestError` if the grammar proves too complex on the way.
+        them. So are those behind an end token, whose tokens nobody keeps. Raises :class:`RequestError` if the grammar
+        proves too complex on the way.
         """
         found = np.ones((len(draft_tokens) + 1, self._vocab_size), dtype=np.bool_)
         found[0] = self.next_mask()
         walked = 0
         try:
             for k, token in enumerate(draft_tokens):
-                if not found[k, token] or not self._matcher.consume_token(token):
+                # an end token must not be consumed here: in a complete text rolling back would not count it
+                if token in self._ends or not found[k, token] or not self._matcher.consume_token(token):
                     break
                 walked += 1
                 found[k + 1] = self._mask()
@@ -270,11 +275,21 @@ class Matcher:
         return self._next
 
     def allowed(self, draft_tokens: Sequence[int]) -> int:
-        """How many of ``draft_tokens`` the grammar allows, one after the other."""
-        return self._matcher.validate_tokens(list(draft_tokens)) if len(draft_tokens) else 0
+        """How many of ``draft_tokens`` the grammar allows, one after the other, up to the first end token."""
+        tokens = self._up_to_end(draft_tokens)
+        return self._matcher.validate_tokens(tokens) if tokens else 0
+
+    def useful(self, draft_tokens: Sequence[int]) -> int:
+        """See :meth:`ConstrainedShaper.useful`."""
+        return min(self.allowed(draft_tokens) + 1, len(self._up_to_end(draft_tokens)))
+
+    def _up_to_end(self, draft_tokens: Sequence[int]) -> list[int]:
+        tokens = list(draft_tokens)
+        return tokens[: next((k + 1 for k, token in enumerate(tokens) if token in self._ends), len(tokens))]
 
     def commit(self, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens of the output; an error shows when a mask is next asked for."""
+        """Take in the next tokens of the output, an end token only as the last of all; an error shows when a mask is
+        next asked for."""
         if token_ids:
             self._next = None
             self._matcher.consume_tokens(list(token_ids))
@@ -338,21 +353,13 @@ class ConstrainedShaper(Shaper):
         return shaped
 
     def useful(self, draft_tokens: Sequence[int]) -> int:
-        """Drafts worth verifying: those that the grammar allows, and the first that it does not.
+        """Drafts worth verifying: those that the grammar allows up to an end token, and the first that it does not.
 
         That one is rejected for certain, whatever comes behind it. It must itself be verified: leaving it out would
         draw the next token from the target's row instead of the residual, and tokens that the drafter likes would come
         up too rarely. Whether a draft counts depends on the drafts before it alone.
         """
-        return min(self.matcher.allowed(draft_tokens) + 1, len(draft_tokens))
-
-
-def _llguidance() -> Any:  # Any: a module
-    try:
-        import llguidance
-    except ImportError:
-        raise ConfigError("constrained output needs llguidance; pip install llguidance") from None
-    return llguidance
+        return self.matcher.useful(draft_tokens)
 
 
 def _escaped(character: str) -> str:
