@@ -129,8 +129,8 @@ class Grammars:
         return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Constraint:
-        """Text that ``pattern`` matches as a whole (syntax of Rust's regex crate: no look-around, no
-        references; \d, \w and \s are Unicode's)."""
+        """Text that ``pattern`` matches as a whole, in the syntax of Rust's regex crate: without look-around and
+        references, and with all of Unicode's digits, letters and spaces in their classes."""
         self._check_size(len(pattern), "the regular expression")
         try:
             return self._compile("regex", self._new.grammar_from_regex(pattern))
