@@ -183,7 +183,10 @@ def test_the_command_prints_tables_markdown_and_json(folder: Path) -> None:
     assert "greedy: all sets" in shown and "gsm8k" in shown and "conditional acceptance by position" in shown
     table = run("--markdown")
     assert "| drafter | accepted | per verified |" in table and table == (folder / "printed/figures.md").read_text()
+    assert "## greedy: confidences of head" in table and "100 are needed" in table  # too few rounds for STS
     data = json.loads(run("--json"))
+    (confidence,) = data["fields"]["confidence"]
+    assert len(confidence["quality"]) == 4 and confidence["calibrated"] is None and "math" in confidence["sweeps"]
     drafters = data["fields"]["temperatures"][0]["drafters"]
     assert drafters[1]["mean"]["acceptance_length"]["value"] >= 1.0 and data["provenance"]["command"]
     assert drafters[1]["sets"]["gsm8k"]["prompts"] == 2

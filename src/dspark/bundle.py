@@ -18,6 +18,7 @@ from dspark.evaluate.profile import draft_seconds, profile_sps
 from dspark.maths.calibrated_scheduling import ProfiledGreedyScheduler
 from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, Scheduler, ThresholdScheduler
 from dspark.maths.skipping import SkipPolicy, break_even
+from dspark.models import DEFAULT_CANDIDATES
 from dspark.models.drafter import Drafter
 from dspark.models.loading import load_target
 from dspark.models.registry import load_drafter
@@ -86,7 +87,7 @@ class Bundle:
         implementation: str = "auto",
         trust_remote_code: bool = False,
         threads: int | None = None,
-        candidates: int = 64,
+        candidates: int = DEFAULT_CANDIDATES,
     ) -> Bundle:
         """Load everything. ``threads`` sets torch's CPU threads for the whole process; None leaves them.
         ``candidates`` is the number of tokens per position that DSpark's sequential stage weighs, 0 for all.
@@ -109,7 +110,7 @@ class Bundle:
             drafter_spec=drafter,
         )
 
-    def with_drafter(self, spec: str, *, candidates: int = 64) -> Bundle:
+    def with_drafter(self, spec: str, *, candidates: int = DEFAULT_CANDIDATES) -> Bundle:
         """The same target with another drafter; raises as :meth:`load` does."""
         drafter = _load_drafter(spec, self.target, self.chat, candidates)
         return replace(self, drafter=drafter, drafter_spec=spec)

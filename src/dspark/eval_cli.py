@@ -22,10 +22,11 @@ from dspark.artifacts import atomic_write_text, provenance
 from dspark.errors import RunError
 from dspark.eval_plays import EvalConfig, Play, check_known, load, make_plays
 from dspark.evaluate.comparison import Comparison, compare
+from dspark.evaluate.confidence_tables import confidence_data, confidence_figures, confidence_tables
 from dspark.evaluate.playing import play_conversations
 from dspark.evaluate.records import AnswerRecord, Cell, add_answer, find_cells
 from dspark.evaluate.suite import Conversation
-from dspark.evaluate.tables import comparison_data, markdown, print_tables, tables
+from dspark.evaluate.tables import TextTable, comparison_data, markdown, print_tables, tables
 
 UNFINISHED = 3  # exit code of a process whose time was up
 REPORT_SECONDS = 30.0  # between lines of progress where there is no terminal
@@ -160,12 +161,18 @@ def facts_of(cells: Sequence[Cell]) -> list[str]:
 def figures_data(comparison: Comparison, cells: Sequence[Cell]) -> dict[str, Any]:
     """The figures for JSON, with where they come from."""
     fields = {"facts": facts_of(cells), "cells": [cell.folder.name for cell in cells], **comparison_data(comparison)}
+    fields["confidence"] = confidence_data(confidence_figures(cells))
     return {"kind": "eval-figures", "version": 1, "fields": fields, "provenance": provenance()}
 
 
 def figures_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
     """The tables as a document."""
-    return markdown(tables(comparison), heading="Evaluation", facts=facts_of(cells))
+    return markdown(all_tables(comparison, cells), heading="Evaluation", facts=facts_of(cells))
+
+
+def all_tables(comparison: Comparison, cells: Sequence[Cell]) -> list[TextTable]:
+    """Of what was accepted, and of what the confidences are worth."""
+    return [*tables(comparison), *confidence_tables(confidence_figures(cells))]
 
 
 def write_figures(folder: Path, comparison: Comparison, cells: Sequence[Cell]) -> None:
@@ -177,5 +184,5 @@ def write_figures(folder: Path, comparison: Comparison, cells: Sequence[Cell]) -
 
 def show(result: Result, out: Path) -> None:
     """The tables in the terminal, and where they lie."""
-    print_tables(tables(result.comparison), facts_of(result.cells))
+    print_tables(all_tables(result.comparison, result.cells), facts_of(result.cells))
     Console(highlight=False).print(f"records, figures.json and figures.md: {out}", soft_wrap=True, style="dim")

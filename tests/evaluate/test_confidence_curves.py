@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dspark.evaluate.confidence_curves import (
     sweep,
     sweep_by_domain,
 )
+from dspark.evaluate.confidence_tables import confidence_data, confidence_figures, confidence_tables
 from dspark.evaluate.records import Cell
 from dspark.maths.calibration import RoundOutcomes
 from dspark.maths.scheduling import threshold_verify_len
@@ -80,6 +82,16 @@ def test_temperatures_mend_overconfidence_on_prompts_they_were_not_fitted_on(tmp
     for before, after in zip(found.before, found.after, strict=True):
         assert after.ece < before.ece and after.brier < before.brier
     assert len(found.bins_after) == 4 and sum(b.count for b in found.bins_after[0]) == 1200
+
+
+def test_tables_and_data_hold_the_judgement(tmp_path: Path) -> None:
+    (found,) = confidence_figures([cell(tmp_path, prompts=24, rounds=100, sharp=2.0)])
+    quality, thresholds = confidence_tables([found])
+    assert quality.head[-3:] == ("T", "ECE held out", "after STS") and [row[0] for row in quality.rows][-1] == "= all"
+    assert float(quality.rows[-1][-1].rstrip("%")) < float(quality.rows[-1][-2].rstrip("%"))
+    assert {row[0] for row in thresholds.rows} == {"math", "chat"} and "falls" not in thresholds.note
+    (data,) = json.loads(json.dumps(confidence_data([found]), allow_nan=False))
+    assert data["quality"][0]["count"] == 2400 and len(data["sweeps"]["math"]["points"]) == 20
 
 
 def test_what_cannot_be_judged_is_said(tmp_path: Path) -> None:

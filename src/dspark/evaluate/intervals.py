@@ -5,8 +5,8 @@ replacement, each with all its rounds; figures of a domain draw inside each of i
 Two drafters that are compared answered the same prompts, so both are given the same draws and the interval is that of
 their difference: what prompts have in common cancels.
 
-Percentile intervals. With few prompts they come out too narrow: at 8 prompts a nominal 95 % covers about 90 %, at 40
-about 94 % (measured in the tests); with one prompt there is none.
+Percentile intervals. With few prompts they come out too narrow: of 2,000 simulated samples 88 % held the truth at 8
+prompts and 93 % at 40, instead of 95; with one prompt there is no interval.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def tables(comparison: Comparison) -> list[TextTable]:
     return found
 
 
-def _name(temperature: float) -> str:
+def temperature_name(temperature: float) -> str:
+    """As titles have it."""
     return "greedy" if temperature < 1e-5 else f"temperature {temperature:g}"
 
 
@@ -74,7 +75,9 @@ def _overview(at: AtTemperature) -> TextTable:
     note = f"{count} prompts, the same for all; accepted: tokens per round, bonus included; round: draft + verify."
     note += f" First answers equal to plain decoding's: {', '.join(same)}." if same else ""
     note += f" Answers left out because another drafter lacks them: {', '.join(left)}." if left else ""
-    return TextTable(title=f"{_name(at.temperature)}: all sets", head=head, rows=tuple(rows), note=note, overview=True)
+    return TextTable(
+        title=f"{temperature_name(at.temperature)}: all sets", head=head, rows=tuple(rows), note=note, overview=True
+    )
 
 
 def _sets(at: AtTemperature) -> TextTable:
@@ -97,7 +100,7 @@ def _sets(at: AtTemperature) -> TextTable:
         rows.append((label, str(figures[0].prompts), *(form(each) for each in figures)))
     rows.append(("= all", str(drafting[0].mean.prompts), *(form(each.mean) for each in drafting)))
     head = ("set", "prompts", *(drafter.label for drafter in drafting))
-    return TextTable(title=f"{_name(at.temperature)}: acceptance length", head=head, rows=tuple(rows))
+    return TextTable(title=f"{temperature_name(at.temperature)}: acceptance length", head=head, rows=tuple(rows))
 
 
 def _positions(at: AtTemperature) -> list[TextTable]:
@@ -111,7 +114,7 @@ def _positions(at: AtTemperature) -> list[TextTable]:
     def rows(name: str) -> tuple[tuple[str, ...], ...]:
         return tuple((d.label, *_row(getattr(d.mean, name), longest)) for d in drafting)
 
-    title = f"{_name(at.temperature)}: {{}} acceptance by position"
+    title = f"{temperature_name(at.temperature)}: {{}} acceptance by position"
     return [
         TextTable(title=title.format("conditional"), head=head, rows=rows("conditional_acceptance")),
         TextTable(title=title.format("prefix"), head=head, rows=rows("prefix_acceptance")),
@@ -141,7 +144,7 @@ def _differences(at: AtTemperature) -> list[TextTable]:
                     shown(speed),
                 )
             )
-    title = f"{_name(at.temperature)}: against {at.differences[0].against}, prompt by prompt"
+    title = f"{temperature_name(at.temperature)}: against {at.differences[0].against}, prompt by prompt"
     return [TextTable(title=title, head=head, rows=tuple(rows))]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from dspark.artifacts import MANIFEST_NAME, atomic_write_bytes, atomic_write_text, provenance
 from dspark.errors import ConfigError
 from dspark.evaluate.comparison import compare
+from dspark.evaluate.confidence_tables import confidence_figures, confidence_tables
 from dspark.evaluate.records import Cell, find_cells
 from dspark.evaluate.tables import tables
 from dspark.report.draw import DARK, LIGHT, png, svg
@@ -81,6 +82,7 @@ def write_report(out: Path, sources: Sources, *, temperature: float | None = Non
         atomic_write_bytes(out / f"{figure.name}.png", png(figure, LIGHT))
         atomic_write_text(out / f"{figure.name}.json", _data(figure))
     found = tables(compare(sources.cells)) if sources.cells else []
+    found += confidence_tables(confidence_figures(sources.cells))
     atomic_write_text(out / PAGE_NAME, page(figures, images, found, facts=_facts(sources)))
     return figures
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dspark.models import DEFAULT_CANDIDATES
 from dspark.verbs.options import (
     DRAFTING,
     SAMPLING,
@@ -81,7 +82,7 @@ def evaluate(
     threshold: Threshold = None,
     calibration: CalibrationFile = None,
     profile: ProfileFile = None,
-    candidates: Candidates = 64,
+    candidates: Candidates = DEFAULT_CANDIDATES,
     rows: Annotated[
         int, typer.Option(min=1, help="Conversations that share target passes: quicker, but no speeds are measured.")
     ] = 1,

@@ -1,0 +1,119 @@
+"""How true recorded confidences are, as tables and as data: by position, after calibration, and under thresholds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dspark.errors import DataError
+from dspark.evaluate.confidence_curves import (
+    Calibrated,
+    Sweep,
+    calibrate_records,
+    confident_cells,
+    outcomes_by_prompt,
+    sweep_by_domain,
+)
+from dspark.evaluate.figures import plain_data
+from dspark.evaluate.records import Cell
+from dspark.evaluate.tables import TextTable, temperature_name
+from dspark.maths.calibration import SlotQuality, judge, summarise
+
+SHOWN_THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfidenceFigures:
+    """What the confidences of one drafter at one temperature are worth."""
+
+    label: str
+    temperature: float
+    quality: tuple[SlotQuality, ...]  # per position, raw, on all rounds
+    sweeps: dict[str, Sweep]  # by domain
+    calibrated: Calibrated | None  # None: too few rounds to fit and judge
+    note: str  # why not; empty otherwise
+
+
+def confidence_figures(cells: Sequence[Cell]) -> list[ConfidenceFigures]:
+    """Figures of every cell whose drafter has confidences and whose rounds were checked whole."""
+    found = []
+    for cell in confident_cells(cells):
+        outcomes, _, _ = outcomes_by_prompt(cell)
+        calibrated, note = None, ""
+        try:
+            calibrated = calibrate_records(cell)
+        except DataError as error:
+            note = str(error)
+        found.append(
+            ConfidenceFigures(
+                label=cell.label,
+                temperature=cell.temperature,
+                quality=tuple(judge(outcomes)),
+                sweeps=dict(sweep_by_domain(cell)),
+                calibrated=calibrated,
+                note=note,
+            )
+        )
+    return found
+
+
+def confidence_tables(found: Sequence[ConfidenceFigures]) -> list[TextTable]:
+    """Two tables a drafter: quality by position, and acceptance under thresholds."""
+    return [table for each in found for table in (_quality(each), _thresholds(each))]
+
+
+def confidence_data(found: Sequence[ConfidenceFigures]) -> list[Any]:
+    """For JSON; null where there is no number."""
+    data = plain_data(list(found))
+    assert isinstance(data, list)
+    return data
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def _quality(each: ConfidenceFigures) -> TextTable:
+    """Expected calibration error, AUC and Brier score of the survivals, by position and together."""
+    fitted = each.calibrated
+    places = [*enumerate(each.quality), ("all", summarise(each.quality))]
+    rows = []
+    for place, raw in places:
+        row = [
+            str(place + 1) if isinstance(place, int) else f"= {place}",
+            str(raw.count),
+            _number(raw.label, ".3f"),
+            _number(raw.ece, ".2%"),
+            _number(raw.auc, ".3f"),
+            _number(raw.brier, ".3f"),
+        ]
+        if fitted is not None:
+            sides = fitted.before, fitted.after
+            one, two = (side[place] if isinstance(place, int) else summarise(side) for side in sides)
+            row += [f"{fitted.sts_temperatures[place]:.2f}" if isinstance(place, int) else ""]
+            row += [_number(side.ece, ".2%") for side in (one, two)]
+        rows.append(tuple(row))
+    head = ["position", "rounds", "survival", "ECE", "AUC", "Brier"]
+    head += ["T", "ECE held out", "after STS"] if fitted else []
+    note = each.note
+    if fitted:
+        note = f"STS: fitted on {fitted.fitted_rounds} rounds of every second prompt, held out are the others'."
+    title = f"{temperature_name(each.temperature)}: confidences of {each.label}"
+    return TextTable(title=title, head=tuple(head), rows=tuple(rows), note=note)
+
+
+def _thresholds(each: ConfidenceFigures) -> TextTable:
+    """Acceptance rate and tokens per round where blocks are cut at the first confidence under a threshold."""
+    rows = []
+    for domain, sweep in each.sweeps.items():
+        points = [point for point in sweep.points if point.threshold in SHOWN_THRESHOLDS]
+        texts = (f"{_number(p.acceptance_rate, '.1%')} / {p.acceptance_length:.2f}" for p in points)
+        rows.append((domain, str(sweep.rounds), *texts))
+    head = ("domain", "rounds", *(f"{threshold:g}" for threshold in SHOWN_THRESHOLDS))
+    falls = [domain for domain, sweep in each.sweeps.items() if not sweep.monotone]
+    note = "Accepted share of checked drafts / tokens per round, each recorded round cut at the threshold."
+    note += f" The share falls somewhere in {', '.join(falls)}." if falls else ""
+    title = f"{temperature_name(each.temperature)}: {each.label} under confidence thresholds"
+    return TextTable(title=title, head=head, rows=tuple(rows), note=note)
