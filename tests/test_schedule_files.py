@@ -207,3 +207,12 @@ def test_fingerprints_tell_folders_apart(tmp_path: Path) -> None:
 def test_a_drafter_that_proposes_nothing_is_not_calibrated() -> None:
     with pytest.raises(ConfigError, match="drafter is 'none', which proposes nothing"):
         check_drafts(NoDrafter())
+
+
+def test_drafting_by_depth_is_a_share_of_whole_blocks() -> None:
+    measured = replace(PROFILE, draft_requests=(2, 4), draft_seconds=(0.2, 0.3), draft_depth_shares=(0.5, 0.75, 1.0))
+    assert [round(measured.drafting(3, depth), 6) for depth in (0, 1, 2, 3, 9)] == [0.0, 0.125, 0.1875, 0.25, 0.25]
+    assert measured.drafting(3) == pytest.approx(0.25)
+    assert replace(measured, draft_depth_shares=()).drafting(3, 1) == pytest.approx(0.25)  # nothing is known of depths
+    with pytest.raises(DataError, match="draft_depth_shares"):
+        replace(measured, draft_depth_shares=(0.5, 0.4, 1.0))

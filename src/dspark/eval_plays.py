@@ -19,6 +19,7 @@ from dspark.evaluate.playing import Table
 from dspark.evaluate.records import AnswerRecord, Key, cell_name, open_cell, plain_sampling, read_answers
 from dspark.evaluate.suite import Conversation, in_rounds
 from dspark.maths.scheduling import FixedScheduler, Scheduler
+from dspark.models import DEFAULT_CANDIDATES
 from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.checkpoint import kind_of
 from dspark.models.drafter import Drafter
@@ -48,7 +49,7 @@ class EvalConfig:
     minutes: float | None = None  # time after which no conversation is begun; None finishes
     scheduler: str = "fixed"
     scheduling: Mapping[str, Any] = field(default_factory=dict)  # verify_len, threshold, calibration, profile
-    candidates: int = 64
+    candidates: int = DEFAULT_CANDIDATES
     rows: int = 1  # conversations in one target pass; more give no speeds
     processes: int = 1
     place: Mapping[str, Any] = field(default_factory=dict)  # dtype, device, ...: as Bundle.load takes them

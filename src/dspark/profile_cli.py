@@ -10,7 +10,7 @@ import typer
 
 from dspark.bundle import Bundle
 from dspark.errors import ConfigError
-from dspark.evaluate.profile import draft_seconds, step_seconds
+from dspark.evaluate.profile import draft_depth_shares, draft_seconds, step_seconds
 from dspark.export.schedule import sglang_table, write_table
 from dspark.schedule_files import Profile, Setting, drafter_fingerprint, folder_fingerprint
 
@@ -86,11 +86,11 @@ def measure_bundle(
             taps=bundle.drafter.taps,
         )
         curves.append((0.0, *(1.0 / each for each in seconds)))
-    drafting: tuple[float, ...] = ()
+    drafting, shares = tuple[float, ...](), tuple[float, ...]()
     if bundle.drafter.block_size:
-        drafting = tuple(
-            draft_seconds(bundle.target, bundle.drafter, requests=requests, context=contexts[0], repeats=repeats)
-        )
+        behind = {"context": contexts[0], "repeats": repeats}
+        drafting = tuple(draft_seconds(bundle.target, bundle.drafter, requests=requests, **behind))
+        shares = draft_depth_shares(bundle.target, bundle.drafter, requests=max(requests), **behind)
     return Profile(
         model=bundle.model,
         setting=Setting.of(bundle.target, model_fingerprint=folder_fingerprint(bundle.folder)),
@@ -101,6 +101,7 @@ def measure_bundle(
         drafter_fingerprint=drafter_fingerprint(bundle.drafter_spec),
         draft_requests=tuple(requests) if drafting else (),
         draft_seconds=drafting,
+        draft_depth_shares=shares,
         repeats=repeats,
     )
 
@@ -115,4 +116,7 @@ def lines(profile: Profile) -> list[str]:
         table.append(f"{size:>8} " + " ".join(f"{1e3 / curve[size]:>11.2f} ms" for curve in profile.sps))
     for count, seconds in zip(profile.draft_requests, profile.draft_seconds, strict=True):
         table.append(f"drafting for {count}: {1e3 * seconds:.2f} ms")
+    if profile.draft_depth_shares:
+        shares = ", ".join(f"{share:.0%}" for share in profile.draft_depth_shares)
+        table.append(f"of that, for 1, 2, ... drafts each: {shares}")
     return table

@@ -173,6 +173,7 @@ class Profile:
     draft_requests: tuple[int, ...]  # numbers of requests, ascending
     draft_seconds: tuple[float, ...]  # to draft a block for each of them and take its outcome in
     repeats: int  # behind every median
+    draft_depth_shares: tuple[float, ...] = ()  # of those seconds, when at most 1, 2, ... drafts are asked for; (): all
 
     def __post_init__(self) -> None:
         if not self.contexts or list(self.contexts) != sorted(set(self.contexts)):
@@ -183,6 +184,9 @@ class Profile:
             raise DataError("sps has an entry that is not positive and finite")
         if len(self.draft_requests) != len(self.draft_seconds):
             raise DataError("draft_requests and draft_seconds must have as many entries")
+        shares = self.draft_depth_shares
+        if shares and not (0.0 < shares[0] and list(shares) == sorted(shares) and shares[-1] == 1.0):
+            raise DataError(f"draft_depth_shares is {list(shares)}; they must be positive, rise and end at 1")
 
     @property
     def max_tokens(self) -> int:
@@ -201,12 +205,15 @@ class Profile:
         curves[:, 1:] = 1.0 / (1.0 / curves[:, 1:] + self.drafting(requests))
         return curves
 
-    def drafting(self, requests: int) -> float:
-        """Seconds to draft for ``requests`` requests: measured, or on the line between (or through) the nearest two
-        measured numbers; 0 if no drafting was measured."""
+    def drafting(self, requests: int, depth: int | None = None) -> float:
+        """Seconds to draft for ``requests`` requests, at most ``depth`` tokens each (None: whole blocks): measured, or
+        on the line between (or through) the nearest two measured numbers; 0 if no drafting was measured."""
         known = dict(zip(self.draft_requests, self.draft_seconds, strict=True))
-        if not known or requests == 0:
+        if not known or requests == 0 or depth == 0:
             return 0.0
+        if depth is not None and self.draft_depth_shares:
+            shares = self.draft_depth_shares
+            return shares[min(depth, len(shares)) - 1] * self.drafting(requests)
         if requests in known:
             return known[requests]
         points = sorted({0: 0.0, **known}.items())

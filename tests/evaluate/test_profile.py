@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
 from dspark.errors import ConfigError, RequestError
-from dspark.evaluate.profile import draft_seconds, step_seconds
+from dspark.evaluate.profile import draft_depth_shares, draft_seconds, step_seconds
+from dspark.models.drafter import NoDrafter
 
 
 class Watched(TableTarget):
@@ -94,3 +95,17 @@ def test_drafting_is_timed_by_number_of_requests() -> None:
     one, four = draft_seconds(TableTarget(max_len=64), drafter, requests=[1, 4], context=20, repeats=2)
     assert drafter.proposals == 3 * (1 + 4)
     assert one >= 2e-3 and four >= 8e-3
+
+
+def test_drafting_is_timed_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that the drafter turns: one second, and one more for each draft."""
+    now = [0.0]
+    monkeypatch.setattr("dspark.evaluate.profile.time.perf_counter", lambda: now[0])
+
+    class Deep(Slow):
+        def propose(self, state: list[int], anchor: int, *, limit: int, **options: Any) -> Proposal:  # type: ignore[override]
+            now[0] += 1.0 + limit
+            return Proposal(torch.zeros(limit, dtype=torch.long))
+
+    assert draft_depth_shares(TableTarget(max_len=64), Deep(), requests=2, context=20, repeats=2) == (0.5, 0.75, 1.0)
+    assert draft_depth_shares(TableTarget(max_len=64), NoDrafter(), requests=1, context=20, repeats=1) == ()

@@ -6,13 +6,16 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from dspark.core import SamplingParams
 from dspark.errors import ConfigError, RequestError
+from dspark.models.batch_drafter import DraftAsk, batched
 from dspark.models.drafter import Drafter
+from dspark.models.paged_memory import PageTables
 from dspark.models.target import Target
 
 
@@ -76,44 +79,69 @@ def step_seconds(
 
 
 def draft_seconds(
-    target: Target, drafter: Drafter, *, requests: Sequence[int], context: int, repeats: int
+    target: Target,
+    drafter: Drafter,
+    *,
+    requests: Sequence[int],
+    context: int,
+    repeats: int,
+    depth: int | None = None,
 ) -> list[float]:
     """Median seconds to draft a block for each number of ``requests`` behind ``context`` tokens, and to take in a
-    round's outcome (the anchor and one draft) afterwards, as the loop counts it.
+    round's outcome (the anchor and one draft) afterwards.
 
-    Drafters propose for one request at a time, so that is what many requests cost. Raises :class:`ConfigError` for a
-    number under 1, :class:`RequestError` if the context and the rounds played exceed the target's limit.
+    All requests of a number draft at once, as an engine has it (:func:`dspark.models.batch_drafter.batched`); at most
+    ``depth`` drafts each (None: whole blocks). Raises :class:`ConfigError` for a number under 1, :class:`RequestError`
+    if the context and the rounds played exceed the target's limit.
     """
     if not requests or min(requests) < 1:
         raise ConfigError(f"requests is {list(requests)}; give numbers of 1 or more")
-    played = 2 * (repeats + 1) * len(requests)  # tokens that each state takes in on the way
+    played = 2 * (repeats + 1) * len(requests)  # tokens that each request takes in on the way
     if context < 2 or context + played + drafter.block_size > target.info.max_len:
         raise RequestError(
             f"max_len {target.info.max_len} of {target.info.name} leaves no room to profile drafting behind a context "
             f"of {context}; shorten it or take fewer repeats"
         )
-    room = context + played + drafter.block_size
+    seats, room = max(requests), context + played + drafter.block_size
     ids = torch.arange(room, device=target.info.device) % target.info.vocab_size
     memory = target.new_memory(rows=1, max_len=context)
     features = target.forward(ids[:context], memory, taps=drafter.taps, want_logits=False).features
-    last = None if features is None else features[-2:]
-    states = [drafter.open(max_len=room) for _ in range(max(requests))]
-    for state in states:
-        drafter.extend(state, ids[:context], features)
+    form, tables = batched(drafter, target), PageTables(seats=seats, pages_per_seat=1, page_size=room + 1)
+    form.attach(tables, pages=seats, max_len=room)
+    for seat in range(seats):
+        tables.assign(seat, [seat])
+        form.open(seat, shaper=None)
+        form.extend([seat], [context], ids[:context], features)
     sampling, generator = SamplingParams(temperature=1.0), torch.Generator().manual_seed(0)
+    limit = drafter.block_size if depth is None else depth
+    asks = [
+        DraftAsk(seat=seat, anchor=int(ids[context]), sampling=sampling, generator=generator, limit=limit)
+        for seat in range(seats)
+    ]
     seconds: dict[int, list[float]] = {count: [] for count in requests}
     for repeat in range(repeats + 1):
         for count, times in seconds.items():
+            new = ids[context : context + 2].repeat(count)
+            states = None if features is None else features[-2:].repeat(count, 1)
             start = time.perf_counter()
-            for state in states[:count]:
-                proposal = drafter.propose(
-                    state, int(ids[context]), sampling=sampling, generator=generator, limit=drafter.block_size
-                )
-                drafter.extend(state, ids[context : context + 2], last)
-            proposal.draft_tokens.tolist()  # waits for the device
+            form.propose(asks[:count]).draft_tokens.tolist()  # waits for the device
+            form.extend(range(count), [2] * count, new, states)
             if repeat > 0:
                 times.append(time.perf_counter() - start)
     return [statistics.median(times) for times in seconds.values()]
+
+
+def draft_depth_shares(
+    target: Target, drafter: Drafter, *, requests: int, context: int, repeats: int
+) -> tuple[float, ...]:
+    """What 1, 2, ... drafts each cost for ``requests`` requests at once, as shares of the last number, a whole block;
+    never falling."""
+    whole = [
+        draft_seconds(target, drafter, requests=[requests], context=context, repeats=repeats, depth=depth)[0]
+        for depth in range(1, drafter.block_size + 1)
+    ]
+    rising = np.maximum.accumulate(whole)
+    return tuple((rising / rising[-1]).tolist()) if whole else ()
 
 
 def _dealt(tokens: int, requests: int) -> list[int]:

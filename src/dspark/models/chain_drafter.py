@@ -28,7 +28,7 @@ from dspark.core import DraftDistribution, Proposal, SamplingParams
 from dspark.errors import ConfigError
 from dspark.maths.sampling import draw, target_probs
 from dspark.maths.shaping import Shaper
-from dspark.models import backbone
+from dspark.models import DEFAULT_CANDIDATES, backbone
 from dspark.models.backbone import GemmaBody
 from dspark.models.chain import ChainModel
 from dspark.models.checkpoint import AnyConfig, check_fits
@@ -71,7 +71,7 @@ class ChainDrafter(ABC):
     has_confidence = False
 
     def __init__(
-        self, model: ChainModel, target: Target, *, candidates: int = 64, name: str, native: bool = True
+        self, model: ChainModel, target: Target, *, candidates: int = DEFAULT_CANDIDATES, name: str, native: bool = True
     ) -> None:
         """``native`` False keeps to plain PyTorch even where compiled operations are to be had.
 
@@ -258,7 +258,7 @@ class Eagle3Drafter(ChainDrafter):
         model: Eagle3Model,
         target: Target,
         *,
-        candidates: int = 64,
+        candidates: int = DEFAULT_CANDIDATES,
         name: str = "eagle3",
         native: bool = True,
     ) -> None:
@@ -295,7 +295,13 @@ class MTPDrafter(ChainDrafter):
     """MTP at batch size 1."""
 
     def __init__(
-        self, model: MTPModel, target: Target, *, candidates: int = 64, name: str = "mtp", native: bool = True
+        self,
+        model: MTPModel,
+        target: Target,
+        *,
+        candidates: int = DEFAULT_CANDIDATES,
+        name: str = "mtp",
+        native: bool = True,
     ) -> None:
         super().__init__(model, target, candidates=candidates, name=name, native=native)
         self.config, self.taps = model.config, model.config.target_layer_ids

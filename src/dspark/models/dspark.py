@@ -27,6 +27,7 @@ from torch import Tensor
 from dspark.core import Proposal, SamplingParams
 from dspark.errors import RequestError
 from dspark.maths.shaping import Shaper
+from dspark.models import DEFAULT_CANDIDATES
 from dspark.models.backbone import DraftModel, GemmaDraftLayer
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk, stacked
 from dspark.models.checkpoint import check_fits
@@ -67,7 +68,13 @@ class DsparkDrafter:
     """
 
     def __init__(
-        self, model: DraftModel, target: Target, *, candidates: int = 64, name: str = "dspark", native: bool = True
+        self,
+        model: DraftModel,
+        target: Target,
+        *,
+        candidates: int = DEFAULT_CANDIDATES,
+        name: str = "dspark",
+        native: bool = True,
     ) -> None:
         """``native`` False keeps to plain PyTorch even where compiled operations are to be had.
 

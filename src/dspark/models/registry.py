@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dspark.errors import CheckpointError
 from dspark.export.formats import open_folder
+from dspark.models import DEFAULT_CANDIDATES
 from dspark.models.backbone import DraftModel
 from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.checkpoint import build_model, check_fits, check_mask, check_shared
@@ -33,7 +34,7 @@ def default_drafter_folder() -> Path:
 
 
 def load_drafter(
-    spec: str, target: Target, *, candidates: int = 64, reserved: Mapping[int, str] | None = None
+    spec: str, target: Target, *, candidates: int = DEFAULT_CANDIDATES, reserved: Mapping[int, str] | None = None
 ) -> Drafter:
     """The drafter that ``spec`` names, ready for ``target``.
 

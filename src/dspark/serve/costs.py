@@ -29,6 +29,7 @@ def costs_of(profile: Profile, *, seats: int, block_size: int, prefill_tokens: i
         contexts=profile.contexts,
         passes=passes,
         drafts=dict(zip(profile.draft_requests, profile.draft_seconds, strict=True)),
+        draft_depths=dict(enumerate(profile.draft_depth_shares, start=1)),
         max_tokens=seats * (1 + block_size) + prefill_tokens,
         max_requests=seats,
         block_size=block_size,

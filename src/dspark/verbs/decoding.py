@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dspark.errors import ConfigError
+from dspark.models import DEFAULT_CANDIDATES
 from dspark.verbs.options import (
     CalibrationFile,
     Candidates,
@@ -54,7 +55,7 @@ def generate(
     threshold: Threshold = None,
     calibration: CalibrationFile = None,
     profile: ProfileFile = None,
-    candidates: Candidates = 64,
+    candidates: Candidates = DEFAULT_CANDIDATES,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
     system: System = None,
     as_json: Json = False,

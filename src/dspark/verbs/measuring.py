@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from dspark.errors import ConfigError
+from dspark.models import DEFAULT_CANDIDATES
 from dspark.verbs.options import (
     EXIT_FAILED,
     MODEL,
@@ -62,7 +63,7 @@ def bench(
     threshold: Threshold = None,
     calibration: CalibrationFile = None,
     profile: ProfileFile = None,
-    candidates: Candidates = 64,
+    candidates: Candidates = DEFAULT_CANDIDATES,
     peer: Annotated[
         Literal["transformers", "llama.cpp"] | None, typer.Option(help="Measure another engine as well.")
     ] = None,
@@ -193,7 +194,7 @@ def calibrate(
     min_p: MinP = 0.0,
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 256,
-    candidates: Candidates = 64,
+    candidates: Candidates = DEFAULT_CANDIDATES,
     sglang: SglangFile = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -229,7 +230,7 @@ def profile_costs(
     contexts: Annotated[str, typer.Option(help="Committed tokens behind each request: a curve each.")] = "128,1024",
     requests: Annotated[str, typer.Option(help="Numbers of requests to time drafting for.")] = "1,2,4",
     repeats: Annotated[int, typer.Option(min=1, help="Passes behind every median.")] = 7,
-    candidates: Candidates = 64,
+    candidates: Candidates = DEFAULT_CANDIDATES,
     sglang: SglangFile = None,
     dtype: Dtype = "auto",
     device: Device = "auto",

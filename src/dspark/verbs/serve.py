@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from dspark.models import DEFAULT_CANDIDATES
 from dspark.verbs.options import (
     DRAFTING,
     Candidates,
@@ -53,7 +54,7 @@ def serve(
         ),
     ] = None,
     profile: ProfileFile = None,
-    candidates: Candidates = 64,
+    candidates: Candidates = DEFAULT_CANDIDATES,
     host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", rich_help_panel=SERVER)] = 8000,
     served_name: Annotated[
