@@ -72,9 +72,7 @@ def test_verdicts_are_the_plain_ones_where_roundings_decide() -> None:
     careless.verify_requests.argtypes = LIBRARY.verify_requests.argtypes
     wrong = 0
     for seed in range(12):
-        step = random_step(
-            seed, vocab=300, requests=22, block=4, dtype=torch.float32, kind=KINDS[seed % 4], masked=0.3
-        )
+        step = random_step(seed, vocab=300, requests=22, block=4, dtype=torch.float32, kind=KINDS[seed % 4], masked=0.3)
         coins, closing = edges(step)
         plain = plain_verdicts_at(step, coins, closing)
         for library in (LIBRARY, careless):
@@ -161,9 +159,7 @@ def test_shaped_requests_are_judged_by_their_shaped_rows(fast: bool) -> None:
     ]
     samplings = [*rules, *step.sampling[3:]]
     shapers = [Shaper(params, [1, 2, 3]) if params.shapes_logits else None for params in samplings]
-    found = verify_batch(
-        step.logits, step.verify_lens, step.drafts, samplings, step.streams(), shapers, native=fast
-    )
+    found = verify_batch(step.logits, step.verify_lens, step.drafts, samplings, step.streams(), shapers, native=fast)
     assert list(found.errors) == [2]
     row = 0
     for i, length in enumerate(step.verify_lens):
@@ -174,6 +170,45 @@ def test_shaped_requests_are_judged_by_their_shaped_rows(fast: bool) -> None:
             streams = step.streams()[i]
             alone = batch_verification.verify_rows(rows, tokens, distribution, samplings[i], streams, shapers[i])
             assert found.of(i) == alone
+
+
+RULES = [
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(temperature=0.9, repetition_penalty=0.7, frequency_penalty=-0.37, presence_penalty=0.3),
+    SamplingParams(temperature=1.0, frequency_penalty=1.7, logit_bias=((3, -40.5), (5, 7.25)), min_tokens=6),
+    SamplingParams(temperature=1.0, logit_bias=((2, 3.0),), banned_token_ids=(1, 2), min_tokens=9, rule="block"),
+    SamplingParams(temperature=0.8, presence_penalty=-1.1, top_p=0.8),
+    SamplingParams(temperature=1.0, min_tokens=7, top_k=4, rule="block"),
+    SamplingParams(temperature=1.0, repetition_penalty=2.9, logit_bias=((0, 0.1), (7, 1.5)), rule="block"),
+]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rules_are_the_shapers_bit_for_bit(dtype: torch.dtype) -> None:
+    """Rows as the compiled form shapes them, over a few rounds of each request's life; and the verdicts on them."""
+    assert LIBRARY is not None
+    histories = [Shaper(params, [1, 3, 3, 5], stop_token_ids=(4, 5)) for params in RULES]
+    for seed in range(4):
+        step = random_step(
+            seed, vocab=21 + 8 * seed, requests=len(RULES), block=4, dtype=dtype, kind="support", masked=0.0
+        )
+        native_step = native_verification._Step(step.logits, step.verify_lens, step.drafts, RULES, None)
+        native_step.shape(histories)
+        for i, shaper in enumerate(histories):
+            drafts = native_step._drafts(i).tolist()
+            expected = shaper.rows(native_step._own_rows(i), drafts)
+            room = torch.empty(step.logits.shape[1] + 16)
+            for k in range(len(drafts) + 1):
+                address = native_step.requests.ctypes.data + i * native_verification.REQUEST.itemsize
+                LIBRARY.verify_shape(address, k, step.logits.shape[1], room.data_ptr())
+                assert torch.equal(room[: step.logits.shape[1]], expected[k]), (RULES[i], k)
+        arguments = step.logits, step.verify_lens, step.drafts, RULES
+        fast = verify_batch(*arguments, step.streams(), histories)
+        plain = verify_batch(*arguments, step.streams(), histories, native=False)
+        assert np.array_equal(fast.accepted, plain.accepted) and np.array_equal(fast.next_tokens, plain.next_tokens)
+        for i, shaper in enumerate(histories):
+            shaper.commit([*native_step._drafts(i)[: int(fast.accepted[i])].tolist(), int(fast.next_tokens[i])])
 
 
 @compiled

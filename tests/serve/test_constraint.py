@@ -173,6 +173,39 @@ def test_rows_have_the_masks_of_their_prefixes(tiny: Grammars) -> None:
     assert mask_after(constraint, [2, 3, 4, 4]).tolist() == [True, False, False, False, False]
 
 
+def test_the_compiled_verification_masks_alike(grammars: Grammars, chat: ChatFormat) -> None:
+    """Random rows, drafts that mostly fit: the same verdicts as from rows that the shaper has masked."""
+    constraint = grammars.json_schema(SCHEMA)
+    ids = chat.tokenizer('{"ok": true, "kind": "x"}')["input_ids"]
+    random = torch.Generator().manual_seed(0)
+    lens = [3, 0, 2, 4, 1, 3, 4, 2]
+    drafts = torch.zeros(8, 4, dtype=torch.long)
+    shapers: list[list[ConstrainedShaper]] = [[], []]
+    samplings = [SamplingParams(temperature=(0.0, 1.0, 0.9)[i % 3], rule=("token", "block")[i % 2]) for i in range(8)]
+    for i in range(8):
+        drafts[i] = torch.tensor(ids[2 * i : 2 * i + 4])
+        for mine in shapers:
+            mine.append(constraint.shaper(samplings[i], ()))
+            mine[-1].commit(ids[: 2 * i])
+    drafts[3, 1] = 7
+    logits = torch.randn(sum(lens) + 8, BYTES + 4, generator=random).bfloat16()
+    verdicts = [
+        verify_batch(
+            logits,
+            lens,
+            Drafts(drafts, np.ones(8, dtype=bool)),
+            samplings,
+            [RequestStreams.from_seed(i) for i in range(8)],
+            mine,
+            native=native,
+        )
+        for mine, native in zip(shapers, (False, True), strict=True)
+    ]
+    assert not verdicts[0].errors and not verdicts[1].errors
+    assert verdicts[0].accepted.tolist() == verdicts[1].accepted.tolist()
+    assert verdicts[0].next_tokens.tolist() == verdicts[1].next_tokens.tolist()
+
+
 def test_rows_behind_an_impossible_draft_are_open_and_unread(tiny: Grammars) -> None:
     shaper = tiny.regex("ab").shaper(FREE, ())
     rows = shaper.rows(torch.zeros(4, 5), [2, 2, 3])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,6 +65,28 @@ def shaped_logits(
     return shaped
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShapingTables:
+    """What :meth:`Shaper.rows` does to the rows of a block, for code that does the same where it reads them.
+
+    Row k: an entry's logit plus its ``bias``; if ``penalises``, the penalties of ``params`` with ``counts`` and ``seen``
+    as they are after the first k drafts, whose entries are ``places``; then -inf for ``never``, for ``held`` in the
+    first ``early`` rows, and where the row's bit in ``mask`` is 0. Views of the shaper's arrays, good until it changes.
+    """
+
+    params: SamplingParams
+    ids: IntArray  # [entries]
+    bias: NDArray[np.float32]  # [entries]
+    seen: NDArray[np.bool_]  # [entries] in prompt or output
+    counts: IntArray  # [entries] in the output
+    places: IntArray  # [drafts], if penalises
+    penalises: bool
+    never: IntArray
+    held: IntArray
+    early: int
+    mask: NDArray[np.uint8] | None = None  # [rows, bytes] a bit a token, lowest first, up to a multiple of 16 tokens
+
+
 class Shaper:
     """:func:`shaped_logits` over a request's life, for all rows of a block at once, touching no other tokens' logits.
 
@@ -76,6 +99,8 @@ class Shaper:
         self, params: SamplingParams, prompt_ids: Sequence[int], *, stop_token_ids: Collection[int] = ()
     ) -> None:
         self._params, self._banned, self._stops = params, list(params.banned_token_ids), sorted(stop_token_ids)
+        self._never: IntArray = np.array(self._banned, dtype=np.int64)
+        self._held: IntArray = np.array(self._stops, dtype=np.int64)
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._has_penalties = penalties != (1.0, 0.0, 0.0)
         self._places: dict[int, int] = {}
@@ -106,6 +131,23 @@ class Shaper:
         fewer than the rows. ``logits`` is left alone."""
         assert len(logits) == len(draft_tokens) + 1, "one row per draft, and one after the last"
         return self._shaped(logits, draft_tokens, None)
+
+    def tables(self, draft_tokens: Sequence[int]) -> ShapingTables:
+        """What :meth:`rows` does, as tables; may raise :class:`dspark.errors.RequestError` where it may."""
+        places = [self._place(token) for token in draft_tokens] if self._has_penalties else []
+        count = len(self._places)
+        return ShapingTables(
+            params=self._params,
+            ids=self._ids[:count],
+            bias=self._bias[:count],
+            seen=self._seen[:count],
+            counts=self._counts[:count],
+            places=np.array(places, dtype=np.int64),
+            penalises=self._has_penalties,
+            never=self._never,
+            held=self._held,
+            early=max(0, self._params.min_tokens - self._output_len),
+        )
 
     def mirrored(
         self, draft_logits: Float[Tensor, "block draft_vocab"], columns: Int[Tensor, "vocab"] | None = None

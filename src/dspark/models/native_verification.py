@@ -31,6 +31,7 @@ from dspark.maths.batch_verification import (
     no_distribution,
 )
 from dspark.maths.sampling import RequestStreams
+from dspark.maths.shaping import Shaper, ShapingTables
 from dspark.models.native import compiled, native_wanted
 
 SOURCE = Path(__file__).with_name("verify.c")
@@ -38,11 +39,13 @@ SURE, UNSURE, BAD, NO_MEMORY = range(4)  # a request's status, as in verify.c
 REQUEST = np.dtype(  # struct request of verify.c, field by field
     [
         *((name, np.uint64) for name in ("logits", "drafts", "probs", "support", "coins")),
-        *((name, np.float64) for name in ("closing", "top_p")),
+        *((name, np.uint64) for name in ("ids", "counts", "places", "bias", "seen", "never", "held", "mask")),
+        *((name, np.float64) for name in ("closing", "top_p", "frequency", "presence")),
         *((name, np.int64) for name in ("stride", "verify_len", "support_len", "probs_stride", "support_stride")),
         *((name, np.int64) for name in ("top_k", "accepted", "next_token")),
-        *((name, np.float32) for name in ("temperature", "min_p")),
-        *((name, np.int32) for name in ("bf16", "greedy", "joint", "status", "bad_row")),
+        *((name, np.int64) for name in ("entries", "nevers", "helds", "early", "mask_stride")),
+        *((name, np.float32) for name in ("temperature", "min_p", "repetition")),
+        *((name, np.int32) for name in ("bf16", "greedy", "joint", "shaped", "penalises", "status", "bad_row")),
     ],
     align=True,
 )
@@ -86,6 +89,8 @@ def _library() -> ctypes.CDLL | None:
         library.verify_requests.restype = None
         library.verify_weights.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         library.verify_weights.restype = None
+        library.verify_shape.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        library.verify_shape.restype = None
     return library
 
 
@@ -112,7 +117,8 @@ class _Step:
         )
         self.requests = np.zeros(count, dtype=REQUEST)
         self.errors: dict[int, RequestError] = {}
-        self.shaped: dict[int, Tensor] = {}
+        self.shapers: dict[int, RowShaper] = {}
+        self.kept: list[object] = []  # what addresses point to
         self._describe_rows()
         self._describe_drafts()
 
@@ -161,18 +167,36 @@ class _Step:
         self.requests["closing"] = self.closing.numpy()
 
     def shape(self, shapers: Sequence[RowShaper | None] | None) -> None:
-        """Have the rows of requests with a shaper shaped, and looked at instead of the target's own."""
+        """Have the rows of requests with a shaper judged as it shapes them."""
         for i, shaper in enumerate(shapers or ()):
             if shaper is None:
                 continue
+            self.shapers[i] = shaper
             try:
-                rows = shaper.rows(self._own_rows(i), self._drafts(i).tolist()).contiguous()
+                if isinstance(shaper, Shaper):
+                    self._tabulate(i, shaper.tables(self._drafts(i).tolist()))
+                else:
+                    self._replace(i, shaper.rows(self._own_rows(i), self._drafts(i).tolist()).float().contiguous())
             except RequestError as error:
                 self.errors[i] = error
-                continue
-            self.shaped[i] = rows
-            request = self.requests[i]
-            request["logits"], request["stride"], request["bf16"] = rows.data_ptr(), rows.stride(0), 0
+
+    def _replace(self, i: int, rows: Tensor) -> None:
+        request = self.requests[i]
+        request["logits"], request["stride"], request["bf16"] = rows.data_ptr(), rows.stride(0), 0
+        self.kept.append(rows)
+
+    def _tabulate(self, i: int, tables: ShapingTables) -> None:
+        params, request = tables.params, self.requests[i]
+        request["shaped"], request["penalises"], request["early"] = 1, tables.penalises, tables.early
+        request["repetition"] = params.repetition_penalty
+        request["frequency"], request["presence"] = params.frequency_penalty, params.presence_penalty
+        request["entries"], request["nevers"] = len(tables.ids), len(tables.never)
+        request["helds"] = len(tables.held)
+        for name in ("ids", "counts", "places", "bias", "seen", "never", "held"):
+            request[name] = getattr(tables, name).ctypes.data
+        if tables.mask is not None:
+            request["mask"], request["mask_stride"] = tables.mask.ctypes.data, tables.mask.strides[0]
+        self.kept.append(tables)
 
     def verdict(self) -> BatchVerdict:
         """What the C code found, completed by the plain form where it could not tell."""
@@ -194,11 +218,13 @@ class _Step:
     def _decide(self, i: int) -> None:
         """Judge request ``i`` by the plain form, with the uniforms that were drawn for it."""
         start, length = int(self.coin_starts[i]), int(self.lens[i])
-        rows = self.shaped.get(i)
         tokens, distribution = drafts_of(self.drafts, int(self.draft_rows[i]), length)
+        rows = self._own_rows(i)
         try:
+            if i in self.shapers:
+                rows = self.shapers[i].rows(rows, tokens.tolist())
             verdict = judge_rows(
-                self._own_rows(i) if rows is None else rows,
+                rows,
                 tokens,
                 distribution,
                 self.sampling[i],

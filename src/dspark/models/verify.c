@@ -9,6 +9,7 @@
  *
  * What is computed of a row, as far as a decision needs it:
  *
+ *     view       the row itself, or in fp32 what a request's rules and its grammar's mask make of it
  *     largest    the maximum; nan, infinite or none finite: the request is BAD
  *     weights    exp((logit - max) / temperature), sums and maxima of blocks of 256, the total
  *     kept       tokens that top-k, top-p and min-p leave, by rising id, where there are filters
@@ -51,10 +52,17 @@ struct request {
     const float *probs;     /* [verify_len, support_len] what they were drawn from; NULL: each was certain */
     const int64_t *support; /* [verify_len, support_len]; NULL: the vocabulary in order */
     const double *coins;    /* [verify_len] */
-    double closing, top_p;
+    /* dspark.maths.shaping.ShapingTables: entries of tokens that rules look at, in lockstep */
+    const int64_t *ids, *counts, *places; /* [entries], [entries], [verify_len] entries of the drafts */
+    const float *bias;                    /* [entries] */
+    const uint8_t *seen;                  /* [entries] */
+    const int64_t *never, *held;          /* [nevers] banned; [helds] banned in the first ``early`` rows */
+    const uint8_t *mask;                  /* [rows, mask_stride] a bit a token, set: allowed; NULL: no grammar */
+    double closing, top_p, frequency, presence;
     int64_t stride, verify_len, support_len, probs_stride, support_stride, top_k, accepted, next_token;
-    float temperature, min_p;
-    int32_t bf16, greedy, joint, status, bad_row;
+    int64_t entries, nevers, helds, early, mask_stride;
+    float temperature, min_p, repetition;
+    int32_t bf16, greedy, joint, shaped, penalises, status, bad_row;
 };
 
 struct pair {
@@ -65,6 +73,8 @@ struct pair {
 /* What one thread works with, and the row of the request that is in it. */
 struct work {
     int64_t vocab, blocks;
+    float *shaped;      /* [blocks * BLOCK] a row by rules and grammar */
+    int64_t viewed;     /* whose row it is; -1: none */
     float *weights;     /* [blocks * BLOCK], padded with zeros */
     double *sums;       /* [blocks] */
     float *maxima;      /* [blocks] */
@@ -244,6 +254,64 @@ static int64_t collect(struct work *w, float bound, int64_t *above, double *mass
     return count;
 }
 
+static const void *own_row(const struct request *q, int64_t k) {
+    return (const char *)q->logits + k * q->stride * (q->bf16 ? 2 : 4);
+}
+
+/* The rules on one entry, in the order and the roundings of dspark.maths.shaping: no product may melt into a sum. */
+__attribute__((noinline)) static float ruled(float logit, float bias, int seen, int64_t count, const struct request *q) {
+    volatile float x = logit + bias;
+    if (q->penalises) {
+        if (seen) x = x > 0.0f ? x / q->repetition : x * q->repetition;
+        x = x - (float)((double)count * q->frequency);
+        x = x - (float)((count > 0 ? 1.0 : 0.0) * q->presence);
+    }
+    return x;
+}
+
+/* Leave the allowed tokens of ``bits`` in a row. */
+static void mask_row(float *row, const uint8_t *bits, int64_t vocab) {
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t i = 0; i < vocab; i += LANES) {
+        int32_t some = bits[i / 8] | bits[i / 8 + 1] << 8;
+        ivec allowed = -((((ivec){0} + some) >> lane) & 1);
+        *(vec *)(row + i) = pick(allowed, *(const vec *)(row + i), all(-INFINITY));
+    }
+}
+
+static void shape_row(const struct request *q, int64_t k, int64_t vocab, float *row) {
+    const void *own = own_row(q, k);
+    int64_t i = 0;
+    if (q->bf16)
+        for (; i + LANES <= vocab; i += LANES) *(vec *)(row + i) = load(own, i, 1);
+    else
+        for (; i + LANES <= vocab; i += LANES) *(vec *)(row + i) = load(own, i, 0);
+    if (i < vocab) *(vec *)(row + i) = load_tail(own, i, vocab, q->bf16);
+    for (int64_t e = 0; e < q->entries; e++) {
+        int64_t count = q->counts[e];
+        int seen = q->seen[e];
+        if (q->penalises)
+            for (int64_t d = 0; d < k; d++)
+                if (q->places[d] == e) seen = 1, count++;
+        row[q->ids[e]] = ruled(row[q->ids[e]], q->bias[e], seen, count, q);
+    }
+    for (int64_t e = 0; e < q->nevers; e++) row[q->never[e]] = -INFINITY;
+    for (int64_t e = 0; e < q->helds && k < q->early; e++) row[q->held[e]] = -INFINITY;
+    if (q->mask) mask_row(row, q->mask + k * q->mask_stride, vocab);
+}
+
+/* For the test: row ``k`` by the request's rules and mask; ``row`` has room up to a multiple of LANES. */
+void verify_shape(const struct request *q, int64_t k, int64_t vocab, float *row) { shape_row(q, k, vocab, row); }
+
+/* The row that is judged. A shaped one lies in ``w`` until the next is asked for. */
+static const void *row_of(const struct request *q, int64_t k, struct work *w) {
+    if (!q->shaped) return own_row(q, k);
+    if (w->viewed != k) shape_row(q, k, w->vocab, w->shaped);
+    w->viewed = k;
+    return w->shaped;
+}
+INLINE int is_bf16(const struct request *q) { return q->bf16 && !q->shaped; }
+
 /* Whether the first ``size`` of ``count`` tokens in order are certain to be the first there too: those that weigh about
  * as much as the last of them have its very logit, or are on the same side of the edge. */
 static int edge_is_sure(const struct request *q, const void *row, const struct pair *order, int64_t count,
@@ -251,11 +319,11 @@ static int edge_is_sure(const struct request *q, const void *row, const struct p
     if (size >= count) return 1;
     double edge = order[size - 1].weight, low = edge * (1.0 - 4 * WEIGHT_MARGIN), high = edge * (1.0 + 4 * WEIGHT_MARGIN);
     if (order[size].weight < low) return 1;
-    float logit = load_one(row, order[size - 1].id, q->bf16);
+    float logit = load_one(row, order[size - 1].id, is_bf16(q));
     for (int64_t i = size; i < count && order[i].weight >= low; i++)
-        if (load_one(row, order[i].id, q->bf16) != logit) return 0;
+        if (load_one(row, order[i].id, is_bf16(q)) != logit) return 0;
     for (int64_t i = size - 1; i >= 0 && order[i].weight <= high; i--)
-        if (load_one(row, order[i].id, q->bf16) != logit) return 0;
+        if (load_one(row, order[i].id, is_bf16(q)) != logit) return 0;
     return 1;
 }
 
@@ -368,20 +436,16 @@ static void filter(const struct request *q, const void *row, struct work *w) {
     w->count = count;
 }
 
-static const void *row_of(const struct request *q, int64_t k) {
-    return (const char *)q->logits + k * q->stride * (q->bf16 ? 2 : 4);
-}
-
 /* Have the weights of row ``k`` in ``w``; BAD if it holds no distribution, UNSURE if its filters cut too finely. */
 static int prepare(struct request *q, int64_t k, struct work *w) {
     if (w->row == k) return w->unsure ? UNSURE : SURE;
-    const void *row = row_of(q, k);
-    float most = largest(row, w->vocab, q->bf16);
+    const void *row = row_of(q, k, w);
+    float most = largest(row, w->vocab, is_bf16(q));
     if (!isfinite(most)) {
         q->bad_row = (int32_t)k;
         return BAD;
     }
-    if (q->bf16)
+    if (is_bf16(q))
         weigh_as(row, most, q->temperature, 1, w);
     else
         weigh_as(row, most, q->temperature, 0, w);
@@ -413,10 +477,10 @@ static double prob_of(const struct work *w, int64_t id) {
     return (double)(w->filtered ? w->kept[place].weight : w->weights[id]) / w->total;
 }
 
-/* prob_of for row ``k``, from its logits if others are in ``w``; there were no filters then. */
+/* prob_of for row ``k``, from its logits if others are in ``w``; there are no filters and no rules then. */
 static double prob_at(const struct request *q, const struct work *w, int64_t k, int64_t id) {
     if (w->row == k) return prob_of(w, id);
-    float logit = load_one(row_of(q, k), id, q->bf16);
+    float logit = load_one(own_row(q, k), id, q->bf16);
     return (double)weight_of(all((logit - w->tops[k]) / q->temperature))[0] / w->totals[k];
 }
 
@@ -578,7 +642,7 @@ static int stands(struct request *q, int64_t k, double middle, double low, doubl
                   struct work *w, int *state) {
     double coin = q->coins[k - 1];
     if (k < q->verify_len && high > TINY) {
-        int dense = q->probs && !q->support, recalled = k < prepared && !w->filtered && !dense;
+        int dense = q->probs && !q->support, recalled = k < prepared && !w->filtered && !dense && !q->shaped;
         *state = recalled ? SURE : prepare(q, k, w);
         if (*state != SURE) return -2;
         double missing = missing_mass(q, k, middle, w), margin = 2 * PROB_MARGIN * middle + (high - low);
@@ -599,7 +663,7 @@ static int jointly(struct request *q, struct work *w, int64_t most_drafts) {
         if ((state = prepare(q, k, w)) != SURE) return state;
         double chance = chance_of(q, k), prob = prob_of(w, q->drafts[k]), ratio = prob / chance;
         if (!(chance > 0.0)) return UNSURE;
-        int never = prob == 0.0 && (w->filtered || load_one(row_of(q, k), q->drafts[k], q->bf16) == -INFINITY);
+        int never = prob == 0.0 && (w->filtered || load_one(row_of(q, k, w), q->drafts[k], is_bf16(q)) == -INFINITY);
         middle[k + 1] = fmin(middle[k] * ratio, 1.0);
         low[k + 1] = fmin(low[k] * ratio * (1.0 - PROB_MARGIN), 1.0);
         high[k + 1] = never ? 0.0 : fmin(high[k] * (ratio * (1.0 + PROB_MARGIN) + TINY / chance), 1.0);
@@ -615,22 +679,23 @@ static int jointly(struct request *q, struct work *w, int64_t most_drafts) {
 }
 
 /* A greedy request: drafts stand as long as they are the argmax, the first of equals. */
-static int greedily(struct request *q, int64_t vocab) {
+static int greedily(struct request *q, int64_t vocab, struct work *w) {
     for (int64_t k = 0;; k++) {
-        const void *row = row_of(q, k);
-        float most = largest(row, vocab, q->bf16);
+        const void *row = row_of(q, k, w);
+        float most = largest(row, vocab, is_bf16(q));
         if (!isfinite(most)) {
             q->bad_row = (int32_t)k;
             return BAD;
         }
         q->accepted = k;
-        q->next_token = first(row, vocab, most, q->bf16);
+        q->next_token = first(row, vocab, most, is_bf16(q));
         if (k == q->verify_len || q->next_token != q->drafts[k]) return SURE;
     }
 }
 
 static int start_work(struct work *w, int64_t vocab, int64_t most_drafts, int filters) {
     *w = (struct work){.vocab = vocab, .blocks = (vocab + BLOCK - 1) / BLOCK, .row = -1};
+    w->shaped = malloc(w->blocks * BLOCK * sizeof(float));
     w->weights = calloc(w->blocks * BLOCK, sizeof(float));
     w->sums = malloc(w->blocks * sizeof(double));
     w->maxima = malloc(w->blocks * sizeof(float));
@@ -641,11 +706,12 @@ static int start_work(struct work *w, int64_t vocab, int64_t most_drafts, int fi
         w->kept = malloc(w->blocks * BLOCK * sizeof(struct pair));
         w->order = malloc(w->blocks * BLOCK * sizeof(struct pair));
     }
-    int ready = w->weights && w->sums && w->maxima && w->ratios && w->tops && w->totals;
+    int ready = w->shaped && w->weights && w->sums && w->maxima && w->ratios && w->tops && w->totals;
     return ready && (!filters || (w->kept && w->order));
 }
 
 static void end_work(struct work *w) {
+    free(w->shaped);
     free(w->weights);
     free(w->sums);
     free(w->maxima);
@@ -659,25 +725,25 @@ static void end_work(struct work *w) {
 /* Fill in ``accepted``, ``next_token`` and ``status`` of each request. */
 void verify_requests(struct request *requests, int64_t count, int64_t vocab) {
     int64_t most_drafts = 0;
-    int filters = 0, sampled = 0;
+    int filters = 0, scratch = 0;
     for (int64_t i = 0; i < count; i++) {
         struct request *q = requests + i;
         most_drafts = q->verify_len > most_drafts ? q->verify_len : most_drafts;
-        sampled |= !q->greedy;
+        scratch |= !q->greedy || q->shaped;
         filters |= !q->greedy && (q->top_k > 0 || q->top_p < 1.0 || q->min_p > 0.0f);
     }
 #pragma omp parallel if (count > 1)
     {
         struct work w = {0};
-        int ready = !sampled || start_work(&w, vocab, most_drafts, filters);
+        int ready = !scratch || start_work(&w, vocab, most_drafts, filters);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < count; i++) {
             struct request *q = requests + i;
-            w.row = -1;
-            if (q->greedy)
-                q->status = greedily(q, vocab);
-            else if (!ready)
+            w.row = w.viewed = -1;
+            if (!ready)
                 q->status = NO_MEMORY;
+            else if (q->greedy)
+                q->status = greedily(q, vocab, &w);
             else
                 q->status = q->joint ? jointly(q, &w, most_drafts) : one_by_one(q, &w);
         }

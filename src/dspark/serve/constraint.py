@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark.core import SamplingParams
 from dspark.errors import ConfigError, RequestError
-from dspark.maths.shaping import NEVER, Shaper
+from dspark.maths.shaping import NEVER, Shaper, ShapingTables
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -243,22 +243,30 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self._ends = matcher, vocab_size, ends
-        self._next: NDArray[np.bool_] | None = None  # the mask after the committed text, once asked for
+        self._next: NDArray[np.uint8] | None = None  # the mask after the committed text, once asked for
 
     def masks(self, draft_tokens: Sequence[int]) -> Bool[np.ndarray, "rows vocab"]:
-        """Tokens allowed after the committed text and the first k drafts, row by row.
+        """:meth:`bits`, spread."""
+        bits = np.unpackbits(self.bits(draft_tokens), axis=1, count=self._vocab_size, bitorder="little")
+        return bits.view(np.bool_)
 
-        Rows behind the first draft that is not allowed are all True: such a draft has probability 0, and nobody reads
+    def bits(self, draft_tokens: Sequence[int]) -> UInt8[np.ndarray, "rows bytes"]:
+        """Tokens allowed after the committed text and the first k drafts, row by row, a bit a token.
+
+        Rows behind the first draft that is not allowed are all ones: such a draft has probability 0, and nobody reads
         them. So are those behind an end token, whose tokens nobody keeps. Raises :class:`RequestError` if the grammar
         proves too complex on the way.
         """
-        found = np.ones((len(draft_tokens) + 1, self._vocab_size), dtype=np.bool_)
-        found[0] = self.next_mask()
+        if self._next is None:
+            self._next = self._mask()
+        found = np.full((len(draft_tokens) + 1, len(self._next)), 255, dtype=np.uint8)
+        found[0] = self._next
         walked = 0
         try:
             for k, token in enumerate(draft_tokens):
                 # an end token must not be consumed here: in a complete text rolling back would not count it
-                if token in self._ends or not found[k, token] or not self._matcher.consume_token(token):
+                allowed = found[k, token >> 3] >> (token & 7) & 1
+                if token in self._ends or not allowed or not self._matcher.consume_token(token):
                     break
                 walked += 1
                 found[k + 1] = self._mask()
@@ -270,9 +278,7 @@ class Matcher:
 
     def next_mask(self) -> Bool[np.ndarray, "vocab"]:
         """Tokens allowed after the committed text."""
-        if self._next is None:
-            self._next = self._mask()
-        return self._next
+        return self.masks(())[0]
 
     def allowed(self, draft_tokens: Sequence[int]) -> int:
         """How many of ``draft_tokens`` the grammar allows, one after the other, up to the first end token."""
@@ -299,11 +305,11 @@ class Matcher:
         """Whether the text is complete, so that nothing but an end token can follow."""
         return self._matcher.is_stopped()
 
-    def _mask(self) -> NDArray[np.bool_]:
+    def _mask(self) -> NDArray[np.uint8]:
         self._check()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        return bits
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -334,6 +340,10 @@ class ConstrainedShaper(Shaper):
         shaped = super().rows(logits, draft_tokens)
         allowed = torch.from_numpy(self.matcher.masks(draft_tokens)).to(shaped.device)
         return shaped.masked_fill_(~allowed, NEVER)
+
+    def tables(self, draft_tokens: Sequence[int]) -> ShapingTables:
+        """The rules' tables and the grammar's masks; raises as :meth:`rows` does."""
+        return replace(super().tables(draft_tokens), mask=self.matcher.bits(draft_tokens))
 
     def mirrored(
         self, draft_logits: Float[Tensor, "block draft_vocab"], columns: Int[Tensor, "vocab"] | None = None
