@@ -159,7 +159,8 @@ def test_the_paper_s_figures_as_shapes() -> None:
     for other in ("none", "mtp-1"):
         for mine, theirs in zip(by_name["lagged"][:3], by_name[other][:3], strict=True):
             assert mine.user_speed.p50 > 1.1 * theirs.user_speed.p50 and mine.throughput > 1.1 * theirs.throughput
-    assert by_name["fixed"][-1].throughput < by_name["none"][-1].throughput < by_name["lagged"][-1].throughput
+    assert by_name["fixed"][-1].throughput < 0.7 * by_name["none"][-1].throughput
+    assert by_name["fixed"][-1].throughput < 0.8 * by_name["lagged"][-1].throughput
 
 
 def test_guards_leave_hopeless_drafts_alone() -> None:

@@ -54,8 +54,8 @@ def test_a_synthetic_step_has_floor_slope_and_jags() -> None:
     assert seconds[48:56] == pytest.approx(np.full(8, 5.6e-3))  # a tile at a time
     assert seconds[-1] == pytest.approx(10.4e-3)
     assert costs.target_seconds(1, 1, requests=1, context=1000)[0] == pytest.approx(6e-3)
-    assert costs.draft_seconds(0) == costs.mtp_seconds(0) == 0.0
-    assert costs.draft_seconds(10) == pytest.approx(0.8e-3 + 10 * 7 * 3e-6)
+    assert costs.draft_seconds(0, 7) == costs.mtp_seconds(0) == 0.0
+    assert costs.draft_seconds(10, 7) == pytest.approx(0.8e-3 + 10 * 7 * 3e-6)
     assert costs.mtp_seconds(10) == pytest.approx((0.8e-3 + 10 * 3e-6) / 3)
 
 
@@ -67,7 +67,7 @@ def test_a_profile_s_step_lies_between_its_curves() -> None:
 
     assert at(50) == at(100) == pytest.approx(0.015) and at(300) == at(9000) == pytest.approx(0.030)
     assert at(200) == pytest.approx(0.0225)
-    assert costs.draft_seconds(4) == 0.005 and costs.mtp_seconds(4) == pytest.approx(0.005 / 3)
+    assert costs.draft_seconds(4, 3) == 0.005 and costs.mtp_seconds(4) == pytest.approx(0.005 / 3)
     other = ProfileCosts(profile=a_profile(), mtp_profile=a_profile(draft_seconds=(0.001, 0.002)))
     assert other.mtp_seconds(4) == 0.002
 

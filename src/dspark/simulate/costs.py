@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from dspark.errors import ConfigError
+from dspark.maths.step_costs import StepCosts
 from dspark.schedule_files import Profile
 
 Seconds = Float[np.ndarray, "sizes"]
@@ -32,8 +33,8 @@ class Costs(Protocol):
         tokens behind them, all requests together."""
         ...
 
-    def draft_seconds(self, requests: int) -> float:
-        """Seconds to draft a block for each of ``requests`` requests; 0 for none."""
+    def draft_seconds(self, requests: int, depth: int) -> float:
+        """Seconds to draft ``depth`` tokens for each of ``requests`` requests; 0 for none."""
         ...
 
     def mtp_seconds(self, requests: int) -> float:
@@ -59,13 +60,12 @@ class SyntheticCosts:
     ns_per_context_token: float = 40.0  # reading keys and values, per committed token; >= 0
     host_ms: float = 0.3  # everything beside the target and the drafter, per step; >= 0
     draft_floor_ms: float = 0.8  # reading the drafter's weights once; >= 0
-    draft_us_per_slot: float = 3.0  # computing, per slot of a block; >= 0
+    draft_us_per_slot: float = 3.0  # computing, per slot of the blocks; >= 0
     mtp_share: float = 1 / 3  # of the two numbers before, what an MTP-1 module of one layer has; >= 0
-    block_size: int = 7  # slots of a block, >= 1
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            least = {"floor_ms": 1e-9, "tile": 1, "block_size": 1}.get(name, 0)
+            least = {"floor_ms": 1e-9, "tile": 1}.get(name, 0)
             if not least <= value < float("inf"):
                 raise ConfigError(f"{name} is {value}; it must be a finite number, {least:g} or more")
 
@@ -78,8 +78,8 @@ class SyntheticCosts:
     def host_seconds(self) -> float:
         return self.host_ms * 1e-3
 
-    def draft_seconds(self, requests: int) -> float:
-        return self._drafting(requests * self.block_size) if requests else 0.0
+    def draft_seconds(self, requests: int, depth: int) -> float:
+        return self._drafting(requests * depth) if requests * depth else 0.0
 
     def mtp_seconds(self, requests: int) -> float:
         return self.mtp_share * self._drafting(requests) if requests else 0.0
@@ -97,8 +97,8 @@ class ProfileCosts:
 
     A context between two measured ones lies on the line between their curves, one outside takes the nearest. The
     profile deals a step's tokens to as few requests as hold them, so plain steps of many requests are priced with less
-    attention than they have. Tokens past the profile's end are refused unless ``extrapolate``: then they follow the
-    line through its last half.
+    attention than they have, and a block costs the same however many of its drafts are asked for. Tokens past the
+    profile's end are refused unless ``extrapolate``: then they follow the line through its last half.
     """
 
     profile: Profile
@@ -146,8 +146,8 @@ class ProfileCosts:
         self._curves[0] = np.array(rows)
         return self._curves[0]
 
-    def draft_seconds(self, requests: int) -> float:
-        return self.profile.drafting(requests)
+    def draft_seconds(self, requests: int, depth: int) -> float:
+        return self.profile.drafting(requests) if depth else 0.0
 
     def mtp_seconds(self, requests: int) -> float:
         if self.mtp_profile is not None:
@@ -169,3 +169,29 @@ class ProfileCosts:
             "host_seconds": self.host_seconds,
             "mtp": "profile" if self.mtp_profile is not None else {"share": self.mtp_share},
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableCosts:
+    """The costs that an engine measured of itself and goes by (:class:`dspark.maths.step_costs.StepCosts`)."""
+
+    table: StepCosts
+    host_seconds: float = 0.0
+    mtp_share: float = 1 / 3
+
+    def target_seconds(self, first: int, last: int, *, requests: int, context: int) -> Seconds:
+        if last > self.table.max_tokens:
+            raise ConfigError(
+                f"the engine's costs cover {self.table.max_tokens} tokens and a step of this load carries {last}; "
+                "measure them with more seats"
+            )
+        return self.table.curve(context / max(requests, 1))[first : last + 1]
+
+    def draft_seconds(self, requests: int, depth: int) -> float:
+        return self.table.drafting(requests, depth)
+
+    def mtp_seconds(self, requests: int) -> float:
+        return self.mtp_share * self.table.drafting(requests, self.table.drafts.shape[1] - 1)
+
+    def describe(self) -> dict[str, Any]:
+        return {"source": "engine", "contexts": list(self.table.contexts), "host_seconds": self.host_seconds}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from dspark.maths import skipping
 from dspark.maths.batch_schedulers import StepDrafts
@@ -147,12 +147,3 @@ class Decider:
     def observe(self, outcome: Outcome) -> None:
         if self._guard is not None and len(outcome.seats):
             self._guard.observe(outcome)
-
-
-def gate_costs(
-    passes: Float[np.ndarray, "tokens_plus_1"], by_requests: Float[np.ndarray, "requests_plus_1"], block_size: int
-) -> StepCosts:
-    """Costs of one context as the gate reads them; a block costs the same however deep it is asked for."""
-    shares = np.ones(block_size + 1)
-    shares[0] = 0.0
-    return StepCosts(contexts=(1,), passes=passes[None], drafts=np.outer(by_requests, shares))

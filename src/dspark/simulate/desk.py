@@ -16,9 +16,10 @@ from dspark.errors import ConfigError
 from dspark.schedule_files import Profile
 from dspark.simulate import sweep as sweeps
 from dspark.simulate.files import as_json, write_simulation
+from dspark.simulate.fleet import Goal, Plan, plan
 from dspark.simulate.log import Point
 from dspark.simulate.page import PAGE, page_with, write_page
-from dspark.simulate.sweep import Plan, Scene
+from dspark.simulate.sweep import Scene
 from dspark.simulate.tables import plans_table, points_table
 from dspark.simulate.ways import ALL, Way, read_way
 from dspark.simulate.workload import Requests, read_trace
@@ -70,14 +71,12 @@ def read_rates(text: str, *, name: str) -> tuple[float, ...]:
     return numbers
 
 
-def run(
-    scene: Scene, names: Sequence[str], load: Load, *, speeds: Sequence[float], users: int | None, quiet: bool
-) -> dict[str, Any]:
+def run(scene: Scene, names: Sequence[str], load: Load, *, goals: Sequence[Goal], quiet: bool) -> dict[str, Any]:
     """Simulate, print tables unless ``quiet``, and return the content of a results file.
 
-    ``names`` empty: every way that the records' confidences allow. ``speeds`` plan a fleet of ``users``.
+    ``names`` empty: every way that the records' confidences allow. ``goals`` plan a fleet.
     """
-    if speeds and load.loop != "closed":
+    if goals and load.loop != "closed":
         raise ConfigError("--user-speed plans from users who ask again at once; leave --rate and --trace out")
     ways = _ways(scene, names)
     errors = Console(stderr=True)
@@ -87,11 +86,7 @@ def run(
             status.update(f"simulating {point.scheduler}, {point.load:g}: {point.throughput:,.0f} tokens/s")
 
         points = sweeps.sweep(ways, load.numbers, load.player(scene), on_point=told)
-    plans = [
-        sweeps.plan([point for point in points if point.scheduler == way.name], user_speed=speed, users=users)
-        for speed in speeds
-        for way in ways
-    ]
+    plans = [plan([point for point in points if point.scheduler == way.name], goal) for goal in goals for way in ways]
     if not quiet:
         _print(points, plans)
     return as_json(scene, points, plans)

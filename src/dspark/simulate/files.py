@@ -11,8 +11,9 @@ from typing import Any
 from dspark.artifacts import atomic_write_text, provenance
 from dspark.errors import DataError
 from dspark.simulate.acceptance import AcceptanceModel, RecordedRounds
+from dspark.simulate.fleet import Plan
 from dspark.simulate.log import Point, Spread, plain
-from dspark.simulate.sweep import Plan, Scene
+from dspark.simulate.sweep import Scene
 from dspark.simulate.ways import read_way
 
 KIND, VERSION = "simulation", 1

@@ -25,9 +25,10 @@ from jaxtyping import Float, Int
 from dspark.errors import ConfigError
 from dspark.maths.batch_schedulers import StepDrafts
 from dspark.maths.skipping import break_even
+from dspark.maths.step_costs import StepCosts
 from dspark.simulate.acceptance import RoundSource
 from dspark.simulate.costs import Costs
-from dspark.simulate.decider import Decider, Outcome, gate_costs
+from dspark.simulate.decider import Decider, Outcome
 from dspark.simulate.log import Log
 from dspark.simulate.ways import Way
 from dspark.simulate.workload import Lengths, Requests
@@ -150,8 +151,7 @@ class Engine:
         self.way, self.log, self.now = way, Log(block_size=source.block_size), 0.0
         self._source, self._costs, self._arrivals, self._shape, self._rng = source, costs, arrivals, shape, rng
         self._decider = Decider(way, seats=shape.seats, block_size=source.block_size)
-        drafting = costs.mtp_seconds if way.drafts == "mtp" else costs.draft_seconds
-        self._draft_table = np.array([drafting(count) for count in range(shape.seats + 1)])
+        self._draft_table = _drafting(way, costs, seats=shape.seats, block_size=source.block_size)
         self._number = np.full(shape.seats, NOBODY)
         self._prompt_left, self._output_left, self._context, self._got = np.zeros((4, shape.seats), dtype=np.int64)
         self._lead = np.zeros(shape.seats, dtype=np.int64)
@@ -217,7 +217,7 @@ class Engine:
         asked = self._ask(seats, pass_seconds, chunk_tokens, in_flight)
         drafts, would_accept = self._drafts(seats, asked)
         drafted, plain = int((drafts.proposed > 0).sum()), len(seats) + chunk_tokens
-        drafting = float(self._draft_table[np.count_nonzero(asked)])
+        drafting = float(self._draft_table[np.count_nonzero(asked), asked.max(initial=0)])
         beside = drafting + self._costs.host_seconds
         if self.way.weighs_costs and len(seats):  # of this step with 0, 1, 2, ... drafts
             seconds = pass_seconds(plain, plain + drafts.confidence.size) + beside
@@ -273,7 +273,8 @@ class Engine:
         costs = None
         if self._decider.weighs_before_drafting and len(seats):
             passes = pass_seconds(1, chunk_tokens + len(seats) * (1 + block)) + self._costs.host_seconds
-            costs = gate_costs(np.concatenate(([0.0], passes)), self._draft_table[: len(seats) + 1], block)
+            passes = np.concatenate(([0.0], passes))
+            costs = StepCosts(contexts=(1,), passes=passes[None], drafts=self._draft_table)
         return self._decider.ask(seats, limits, costs, chunk_tokens, self._context.sum() / max(1, in_flight))
 
     def _drafts(
@@ -316,3 +317,12 @@ class Engine:
             seconds=float(self.now - self._since[seat]),
             tokens=int(self._got[seat] - self._lead[seat]),
         )
+
+
+def _drafting(
+    way: Way, costs: Costs, *, seats: int, block_size: int
+) -> Float[np.ndarray, "requests_plus_1 block_plus_1"]:
+    """Seconds to draft, by requests and depth."""
+    if way.drafts == "mtp":
+        return np.array([[0.0, *(costs.mtp_seconds(n) for _ in range(block_size))] for n in range(seats + 1)])
+    return np.array([[costs.draft_seconds(n, k) for k in range(block_size + 1)] for n in range(seats + 1)])

@@ -30,7 +30,7 @@ def named_numbers() -> dict[str, Any]:
         for field in dataclasses.fields(part):
             if part is not Scene or field.name in OURS:
                 defaults[field.name] = field.default
-    return {name: default for name, default in defaults.items() if name != "block_size"}  # as long as `conditional`
+    return defaults
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,8 @@ def scene_of(sources: Sources, assignments: Sequence[str], given: dict[str, Any]
     numbers = read_fields({k: v for k, v in given.items() if v is not None}, assignments, named_numbers())
     acceptance = _acceptance(sources, numbers)
     mtp = None if sources.mtp_records is None else read_records(sources.mtp_records, sets=sources.sets)
-    block = len(acceptance.conditional) if isinstance(acceptance, AcceptanceModel) else acceptance.block_size
     return Scene(
-        costs=_costs(sources, numbers, block),
+        costs=_costs(sources, numbers),
         acceptance=acceptance,
         mtp_acceptance=mtp,
         lengths=Lengths(**_of(Lengths, numbers)),
@@ -71,10 +70,10 @@ def scene_of(sources: Sources, assignments: Sequence[str], given: dict[str, Any]
     )
 
 
-def _costs(sources: Sources, numbers: dict[str, Any], block: int) -> Costs:
+def _costs(sources: Sources, numbers: dict[str, Any]) -> Costs:
     named = _of(SyntheticCosts, numbers)
     if sources.profile is None:
-        return SyntheticCosts(**{**named, "block_size": block})
+        return SyntheticCosts(**named)
     if unread := sorted(set(named) - {*PROFILED}):
         raise ConfigError(f"--set {unread[0]}: the profile says what a step costs; leave out one of the two")
     return ProfileCosts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -116,42 +115,3 @@ def sweep(
             points.append(play(way, load))
             on_point(points[-1])
     return tuple(points)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What one way needs to serve a fleet's users at a speed. All None if no load that was tried is slow enough."""
-
-    scheduler: str
-    user_speed: float  # tokens per second that the median user is to have
-    users_per_engine: float | None  # the most at which he has it
-    throughput: float | None  # of an engine with so many
-    engines: int | None  # for all users
-
-
-def plan(points: Sequence[Point], *, user_speed: float, users: int | None = None) -> Plan:
-    """How far one way's closed-loop ``points`` reach at ``user_speed``, on straight lines between the loads tried.
-
-    Beyond the largest load nothing is promised: a way that is still faster there is taken at that load. ``users`` is
-    the whole fleet's number; None leaves ``engines`` out. Raises :class:`ConfigError` for points of several ways, of
-    an open loop, or a speed that is not positive.
-    """
-    if not 0.0 < user_speed < math.inf:
-        raise ConfigError(f"user_speed is {user_speed}; it must be positive, in tokens per second")
-    names = {point.scheduler for point in points}
-    if len(names) != 1 or {point.loop for point in points} != {"closed"}:
-        raise ConfigError(f"a plan is made from the closed-loop points of one scheduler, not of {sorted(names)}")
-    ordered = sorted((p for p in points if math.isfinite(p.user_speed.p50)), key=lambda point: point.load)
-    enough = [point.user_speed.p50 >= user_speed for point in ordered]
-    name = ordered[0].scheduler if ordered else names.pop()
-    if not any(enough):
-        return Plan(scheduler=name, user_speed=user_speed, users_per_engine=None, throughput=None, engines=None)
-    last = max(i for i, fast in enumerate(enough) if fast)
-    load, throughput = ordered[last].load, ordered[last].throughput
-    if last + 1 < len(ordered):
-        here, there = ordered[last], ordered[last + 1]
-        share = (here.user_speed.p50 - user_speed) / (here.user_speed.p50 - there.user_speed.p50)
-        load += share * (there.load - here.load)
-        throughput += share * (there.throughput - here.throughput)
-    engines = None if users is None else math.ceil(users / math.floor(load))
-    return Plan(scheduler=name, user_speed=user_speed, users_per_engine=load, throughput=throughput, engines=engines)

@@ -5,49 +5,48 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
+from dspark.simulate.fleet import Plan
 from dspark.simulate.log import Point
-from dspark.simulate.sweep import Plan
 
 LOADS = {"closed": "users", "open": "requests/s", "trace": "requests"}
 
 
 def points_table(points: Sequence[Point]) -> Table:
-    """A row per way and load."""
+    """A row per way and load; the file of results has more columns."""
     loop = points[0].loop
-    table = Table(title=f"{points[0].steps:,} steps a row" if loop == "closed" else None, title_justify="left")
-    table.add_column("scheduler")
-    headings = (LOADS[loop], "tokens/s", "a user's tokens/s\np5 / p50 / p95", "first token s\np50 / p95")
-    more = ("tokens checked", "committed\na round", "of those\nchecked", "step ms", "drafting", "seats", "waiting")
-    for heading in (*headings, *more):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("scheduler", no_wrap=True)
+    headings = [LOADS[loop], "tokens/s\nin all", "a user's tokens/s\np5 / p50 / p95", "1st token\np95, s"]
+    headings += ["checked\nper round", "commit-\nted", "step\nms", "draft-\ning"]
+    for heading in [*headings, *(["waiting\nat end"] if loop != "closed" else [])]:
         table.add_column(heading, justify="right")
     for i, point in enumerate(points):
-        speed, first = point.user_speed, point.first_token
-        table.add_row(
+        speed = point.user_speed
+        row = [
             point.scheduler,
             f"{point.load:g}",
-            f"{point.throughput:,.0f}" if point.throughput >= 100 else f"{point.throughput:.1f}",
+            _number(point.throughput),
             " / ".join(_number(value) for value in (speed.p5, speed.p50, speed.p95)),
-            " / ".join(_number(value) for value in (first.p50, first.p95)),
+            _number(point.first_token.p95),
             f"{point.verify_tokens:.2f}",
             f"{point.acceptance_length:.2f}",
-            f"{point.committed_per_verified:.0%}",
-            f"{1e3 * point.step_seconds:.2f}",
+            f"{1e3 * point.step_seconds:.1f}",
             f"{point.draft_share:.0%}",
-            f"{point.seats_used:.0%}",
-            f"{point.waiting:.1f}",
-            end_section=i + 1 < len(points) and points[i + 1].scheduler != point.scheduler,
-        )
+        ]
+        last = i + 1 < len(points) and points[i + 1].scheduler != point.scheduler
+        table.add_row(*row, *([f"{point.waiting_at_end}"] if loop != "closed" else []), end_section=last)
     return table
 
 
 def plans_table(plans: Sequence[Plan]) -> Table:
     """What each way needs for a speed per user."""
-    table = Table(title="reach", title_justify="left")
-    table.add_column("a user's tokens/s", justify="right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("a user's tokens/s,\nat the least", justify="right")
     table.add_column("scheduler")
-    for heading in ("users an engine", "tokens/s an engine", "engines"):
+    for heading in ("users\nan engine", "tokens/s\nan engine", "engines"):
         table.add_column(heading, justify="right")
     for each in plans:
         if each.users_per_engine is None or each.throughput is None:

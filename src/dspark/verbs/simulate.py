@@ -18,8 +18,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             "--scheduler",
-            help="none, mtp-1, fixed, fixed:3, threshold:0.7, greedy, lagged, skip, skip:greedy; may be repeated; "
-            "default: all of them.",
+            help="none, mtp-1, fixed, fixed:3, threshold:0.7, greedy, lagged, skip, gate:lagged and the like; may be "
+            "repeated; default: all of them.",
         ),
     ] = None,
     concurrency: Annotated[
@@ -71,6 +71,10 @@ def simulate(
         str | None,
         typer.Option(help="Speeds to plan for, a user's tokens per second, as 30,80.", rich_help_panel=FLEET),
     ] = None,
+    first_token: Annotated[
+        float | None,
+        typer.Option(help="Most seconds to the first token, for 95 % of the answers.", rich_help_panel=FLEET),
+    ] = None,
     users: Annotated[
         int | None, typer.Option(min=1, help="Users of the whole fleet, for --user-speed.", rich_help_panel=FLEET)
     ] = None,
@@ -90,8 +94,9 @@ def simulate(
     if web:
         desk.show_page(out, profile=profile, browser=browser)
         return
-    if users is not None and user_speed is None:
-        raise ConfigError("--users counts engines for a speed; give --user-speed as well")
+    if user_speed is None and (users is not None or first_token is not None):
+        raise ConfigError("--users and --first-token plan for a speed; give --user-speed as well")
+    from dspark.simulate.fleet import Goal
     from dspark.simulate.setup import Sources, scene_of
 
     sources = Sources(
@@ -106,7 +111,8 @@ def simulate(
     scene = scene_of(sources, numbers or [], {"seed": seed})
     load = desk.Load.read(concurrency=concurrency, rate=rate, trace=trace)
     speeds = () if user_speed is None else desk.read_rates(user_speed, name="--user-speed")
-    content = desk.run(scene, schedulers or [], load, speeds=speeds, users=users, quiet=as_json)
+    goals = [Goal(user_speed=speed, first_token=first_token, users=users) for speed in speeds]
+    content = desk.run(scene, schedulers or [], load, goals=goals, quiet=as_json)
     if out is not None:
         desk.write(out, content)
     if as_json:
