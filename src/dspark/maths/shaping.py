@@ -69,9 +69,10 @@ def shaped_logits(
 class ShapingTables:
     """What :meth:`Shaper.rows` does to the rows of a block, for code that does the same where it reads them.
 
-    Row k: an entry's logit plus its ``bias``; if ``penalises``, the penalties of ``params`` with ``counts`` and ``seen``
-    as they are after the first k drafts, whose entries are ``places``; then -inf for ``never``, for ``held`` in the
-    first ``early`` rows, and where the row's bit in ``mask`` is 0. Views of the shaper's arrays, good until it changes.
+    Row k: an entry's logit plus its ``bias``; if ``penalises``, the penalties of ``params``, ``counts`` and ``seen``
+    being as they are after the first k drafts, whose entries are ``places``; then -inf for ``never``, for ``held`` in
+    the first ``early`` rows, and where the row's bit in ``mask`` is 0. Views of the shaper's arrays, good until it
+    changes.
     """
 
     params: SamplingParams
