@@ -58,22 +58,23 @@ WRONG: list[tuple[bytes, int]] = [
 class Soak:
     """The clients and what they have seen."""
 
-    def __init__(self, client: httpx.AsyncClient, model: str, *, seed: int, room: int, most: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, model: str, *, seed: int, room: int, most: int, context: int) -> None:
         self.client, self.model, self.room, self.most = client, model, room, most
+        self.context = context
         self.random = random.Random(seed)
         self.seen: Counter[str] = Counter()
-        self.faults: list[str] = []
+        self.faults: Counter[str] = Counter()
         self.longest = 0.0
 
     def fault(self, text: str) -> None:
-        self.seen["faults"] += 1
-        if len(self.faults) < 40:
-            self.faults.append(text)
+        if text in self.faults or len(self.faults) < 40:
+            self.faults[text] += 1
 
     def body(self, **more: Any) -> dict[str, Any]:
         draw = self.random
-        words = " ".join(draw.choices(WORDS, k=draw.randint(1, 40)))
-        shared = "Always the same beginning. " * draw.choice((0, 0, 4))
+        room = min(1500, self.context - self.most - 60) // 2  # characters: fits whatever the tokenizer makes of them
+        words = " ".join(draw.choices(WORDS, k=40))[: draw.randint(1, room)]
+        shared = ("Always the same beginning. " * 40)[: draw.choice((0, 0, room))]
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": shared + words}],
@@ -97,7 +98,7 @@ class Soak:
             self.check_answer(reply.json(), body["n"])
 
     async def completions(self) -> None:
-        prompts = [" ".join(self.random.choices(WORDS, k=5)) for _ in range(self.random.randint(1, 3))]
+        prompts = [" ".join(self.random.choices(WORDS, k=3)) for _ in range(self.random.randint(1, 3))]
         body = {"model": self.model, "prompt": prompts, "max_tokens": self.random.randint(1, self.most), "n": 2}
         if self.random.random() < 0.3:
             body |= {"echo": True, "logprobs": 1}
@@ -243,7 +244,8 @@ async def soak(served: Served, args: argparse.Namespace, room: int) -> dict[str,
     limits = httpx.Limits(max_connections=8 * room + args.clients)
     timeout = httpx.Timeout(REQUEST_SECONDS + 15.0)
     async with httpx.AsyncClient(base_url=served.way.url, timeout=timeout, limits=limits) as client:
-        run = Soak(client, served.way.model, seed=args.seed, room=room, most=args.most)
+        context = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
+        run = Soak(client, served.way.model, seed=args.seed, room=room, most=args.most, context=context)
         deadline = time.monotonic() + 60 * args.minutes
         memory: list[float] = []
         watching = asyncio.create_task(watch_memory(served.process.pid, deadline, memory))
@@ -260,7 +262,7 @@ async def soak(served: Served, args: argparse.Namespace, room: int) -> dict[str,
         return {
             "minutes": args.minutes,
             "seen": dict(sorted(run.seen.items())),
-            "faults": run.faults,
+            "faults": [f"{count} times: {text}" for text, count in run.faults.items()],
             "longest_seconds": round(run.longest, 2),
             "memory_mib": [round(value, 1) for value in memory[:: max(1, len(memory) // 30)]],
             "server": {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 from api_run import Running, running, tiny_chat_format
 from openai.types import CompletionUsage
@@ -199,6 +200,21 @@ def test_structured_outputs(client: openai.OpenAI, streamed: bool) -> None:
     assert regex[:3].strip("ab") == "" and regex[3] == "-" and regex[4:].isdigit() and len(regex) == 6
     assert text(extra_body={"structured_outputs": {"grammar": 'start: "x" | "yy"'}}) in ("x", "yy")
     assert text(response_format={"type": "text"})
+
+
+class Numbered(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    a: Literal[1, 2, 3]
+
+
+def test_the_clients_own_helpers(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(**{**COMMON, "max_tokens": 90}, messages=MESSAGES, response_format=Numbered)
+    assert parsed.choices[0].message.parsed is not None and parsed.choices[0].message.parsed.a in (1, 2, 3)
+    with client.chat.completions.stream(**COMMON, messages=MESSAGES) as stream:
+        text = "".join(event.delta for event in stream if event.type == "content.delta")
+        assert text == stream.current_completion_snapshot.choices[0].message.content
+    raw = client.chat.completions.with_raw_response.create(**COMMON, messages=MESSAGES)
+    assert raw.headers["x-request-id"] and raw.parse().choices[0].message.content == text
 
 
 def test_completions(client: openai.OpenAI) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from api_run import Running
 from tiny_chat import save_chat_model, save_random_drafter
 
 from dspark.bundle import Bundle
 from dspark.core import SamplingParams
+from dspark.data.answers import Job, job_seed
+from dspark.data.remote_answers import SEED_RANGE, Server, Tally, remote_answers
 from dspark.maths.scheduling import FixedScheduler
 from dspark.serve.api.config import ApiConfig, ServedModel
 from dspark.serve.api.serving import banner
@@ -135,8 +138,6 @@ def test_prompts_are_judged(client: openai.OpenAI, bundle: Bundle) -> None:
     assert lists.tokens == list("abcdef") and lists.token_logprobs[0] is None and len(lists.token_logprobs) == 6
     ids = bundle.raw_ids("abcdef")
     memory = bundle.target.new_memory(rows=1, max_len=16)
-    import torch
-
     logits = bundle.target.logits(bundle.target.forward(torch.tensor(ids), memory, rows=[0], counts=[6]).final)
     wanted = logits.float().log_softmax(-1)[range(5), ids[1:]].tolist()
     assert lists.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
@@ -175,6 +176,29 @@ def test_a_flood_is_refused_and_the_rest_answered(server: Running) -> None:
         thread.join()
     assert set(codes) <= {200, 429} and codes.count(200) >= 8
     assert server.engine.stats().running == server.engine.stats().waiting == 0
+
+
+def test_answers_are_drawn_over_http_with_their_ids(server: Running, bundle: Bundle) -> None:
+    """`dspark answers --server`: our client, our server, the very ids that the engine would draw by itself."""
+    sampling = SamplingParams(temperature=0.8, seed=5)
+    messages = tuple(MESSAGES)
+    job = Job(
+        id="p", domain="d", sample=0, turn=0, messages=messages, prompt_ids=tuple(bundle.chat.prompt_ids(messages))
+    )
+
+    async def draw() -> list[Any]:
+        tally = Tally()
+        there = Server(url=server.url, model="tiny")
+        stream = remote_answers(there, [job], bundle.chat, sampling=sampling, max_new_tokens=12, tally=tally)
+        answers = [answer async for answer in stream]
+        assert (tally.answers, tally.retokenised, tally.miscounted, tally.refused) == (1, 0, 0, {})
+        return answers
+
+    (answer,) = asyncio.run(draw())
+    seed = job_seed(5, "p", 0, 0) % SEED_RANGE
+    own = SamplingParams(temperature=0.8, seed=seed)
+    wanted = bundle.answer(job.prompt_ids, sampling=own, max_new_tokens=12, scheduler=FixedScheduler()).finish()
+    assert answer.token_ids == wanted.token_ids
 
 
 def test_metrics_and_the_banner(server: Running, client: openai.OpenAI) -> None:

@@ -96,6 +96,11 @@ class Service:
 
         Closing the iterator cancels what has not. Raises what the engine raises, after cancelling the others.
         """
+        if len(requests) == 1:  # nothing to merge
+            async with aclosing(self._answer(requests[0])) as events:
+                async for event in events:
+                    yield 0, event
+            return
         queue: asyncio.Queue[tuple[int, StepEvent | Exception]] = asyncio.Queue(EVENTS_AHEAD)
         tasks = [asyncio.create_task(self._pump(i, request, queue)) for i, request in enumerate(requests)]
         left = len(tasks)
@@ -111,17 +116,23 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _answer(self, request: GenerationRequest) -> AsyncGenerator[StepEvent, None]:
+        """One answer's events, up to the one that ends it; closing the iterator cancels it."""
+        async with aclosing(self.engine.submit(request)) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield event
+                if event.finish_reason is not None:
+                    return
+        raise RuntimeError("the engine ended a request without a word")
+
     async def _pump(
         self, index: int, request: GenerationRequest, queue: asyncio.Queue[tuple[int, StepEvent | Exception]]
     ) -> None:
         """Pass one answer's events on; whatever goes wrong is passed on too, so that nobody waits in vain."""
         try:
-            async with aclosing(self.engine.submit(request)) as events:  # type: ignore[type-var]
+            async with aclosing(self._answer(request)) as events:
                 async for event in events:
                     await queue.put((index, event))
-                    if event.finish_reason is not None:
-                        return
-            raise RuntimeError("the engine ended a request without a word")
         except Exception as error:
             await queue.put((index, error))
 

@@ -98,7 +98,8 @@ def run(
     set_up()
 
     def listening(real_port: int) -> None:
-        for line in banner(f"http://{host}:{real_port}", model, engine, config):
+        shown = f"[{host}]" if ":" in host else host
+        for line in banner(f"http://{shown}:{real_port}", model, engine, config):
             say(line)
         note("listening", host=host, port=real_port, model=model.name, drafter=model.drafter, pid=os.getpid())
 
