@@ -6,9 +6,11 @@ nothing, so that engines can take thousands. ``next_probs`` states the target's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 
+import jaxtyping
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +22,18 @@ from dspark.models.batch_drafter import BatchProposal, DraftAsk, stacked
 from dspark.models.drafter import EMPTY
 from dspark.models.paged_memory import PageTables
 from dspark.models.target import KVMemory, Target, TargetInfo, TargetOutput
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Without the test run's shape and type checks, which take nine tenths of a step like these; other tests have
+    them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
 
 CONTEXTS = 61  # a text is one of so many, by a sum over its tokens and their positions
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from history_rig import HistoryDrafter, HistoryTarget, marginal
+from history_rig import HistoryDrafter, HistoryTarget, marginal, unchecked
 
 from dspark.core import SamplingParams
 from dspark.evaluate.audit_stats import detectable_shift, goodness_of_fit, holm
@@ -23,21 +23,21 @@ from dspark.serve.request import GenerationRequest
 from dspark.serve.settings import EngineConfig
 
 ALPHA, POWER, SHIFT = 1e-3, 0.95, 0.13
-TRIALS = 600 * int(os.environ.get("DSPARK_LAW_TIMES", "1"))  # of each kind
+TRIALS = 750 * int(os.environ.get("DSPARK_LAW_TIMES", "1"))  # of each kind
 SEATS, BLOCK, LENGTH = 16, 3, 6
-EARLY, LATE = slice(1, 3), slice(4, 6)
+EARLY, LATE = slice(0, 2), slice(4, 6)
 KINDS = {
     "plain": ((0, 1), SamplingParams(temperature=1.0)),
     "filtered": ((2,), SamplingParams(temperature=0.7, top_k=3, presence_penalty=0.5)),
 }
 TARGET = HistoryTarget(vocab_size=4, seed=3)
-DRAFTER = HistoryDrafter(TARGET, block_size=BLOCK, blur=0.8)
+DRAFTER = HistoryDrafter(TARGET, block_size=BLOCK, blur=0.6)
 
 
-def costs(draft: float) -> StepCosts:
+def costs(*, step: float, draft: float) -> StepCosts:
     """Jagged, and steep enough that what pays changes with who is there."""
     tokens = np.arange(SEATS * (1 + BLOCK) + 17)
-    passes = 1.0 + 0.03 * tokens + 0.4 * (tokens // 8)
+    passes = 1.0 + 0.03 * tokens + step * (tokens // 8)
     drafts = np.outer(np.arange(SEATS + 1), np.arange(BLOCK + 1)) * draft
     return StepCosts(contexts=(100,), passes=passes[None], drafts=drafts)
 
@@ -54,7 +54,8 @@ def engine_of(name: str) -> Engine:
         overlap=name.startswith("lagged"),
     )
     kind = OverlappedEngine if config.overlap else Engine
-    return kind(TARGET, DRAFTER, config=config, costs=costs(0.11 if config.gated else 0.01))
+    dear = costs(step=0.1, draft=0.02) if config.gated else costs(step=0.2, draft=0.005)
+    return kind(TARGET, DRAFTER, config=config, costs=dear)
 
 
 def outputs(engine: Engine) -> dict[str, Counter[tuple[int, ...]]]:
@@ -96,10 +97,12 @@ def p_values(counts: dict[str, Counter[tuple[int, ...]]]) -> list[float]:
 @pytest.mark.parametrize("name", ["greedy", "lagged", "greedy+gate"])
 def test_each_request_has_the_targets_distribution_under_a_scheduler_that_looks_at_the_load(name: str) -> None:
     engine = engine_of(name)
-    assert min(p_values(outputs(engine))) > ALPHA
+    with unchecked():
+        counts = outputs(engine)
+    assert min(p_values(counts)) > ALPHA
     stats = engine.stats()
     lens = stats.verify_lens
-    assert min(lens[:3]) > 0.03 * sum(lens), f"the scheduler did not vary: {lens}"
+    assert min(lens[:2]) > 0.05 * sum(lens), f"the scheduler did not vary: {lens}"
     assert 0 < sum(stats.accepted_at) < sum(stats.verified_at)
     if name == "greedy+gate":
         undrafted = stats.rounds - stats.proposed_at[0]
@@ -107,17 +110,18 @@ def test_each_request_has_the_targets_distribution_under_a_scheduler_that_looks_
 
 
 class Foreseeing:
-    """A planted fault: verifies all drafts or none by the last one's confidence, which the first ones decide."""
+    """A planted fault: verifies all drafts or none by the second one's confidence, which follows from the first."""
 
     needs_confidence = True
 
     def choose(self, drafts: StepDrafts) -> np.ndarray:
-        last = drafts.confidence[np.arange(len(drafts.proposed)), np.maximum(drafts.proposed - 1, 0)]
-        return np.where(last > 0.5, drafts.proposed, 0)
+        return np.where(drafts.confidence[:, 1] > 0.5, drafts.proposed, 0)
 
 
 def test_a_scheduler_that_looks_at_what_it_admits_is_caught() -> None:
     engine = engine_of("greedy")
     scheduler: BatchScheduler = Foreseeing()
     engine.planner.scheduler = scheduler
-    assert min(p_values(outputs(engine))) < 1e-6
+    with unchecked():
+        counts = outputs(engine)
+    assert min(p_values(counts)) < 1e-6

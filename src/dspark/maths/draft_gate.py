@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dspark.errors import ScheduleError
-from dspark.maths.global_scheduling import descending
+from dspark.maths.global_scheduling import NUMPY, Arithmetic
 from dspark.maths.step_costs import StepCosts
 
 Lens = Int[np.ndarray, "requests"]
@@ -45,12 +45,16 @@ def choose_depths(
     *,
     other_tokens: int,
     context: float,
+    judged: Float[np.ndarray, "more_tokens_plus_1"] | None = None,
+    arithmetic: Arithmetic = NUMPY,
     margin: float = 0.02,
 ) -> GateChoice:
     """The best of not drafting and of drafting for the most promising requests, by expected tokens per second.
 
     ``survival``: expected, in [0, 1], never rising along a row. ``limits``: most drafts of each request, 0..block.
     ``other_tokens``: tokens of the step besides the requests' own; ``context``: committed tokens per request.
+    ``judged``: seconds of a pass, by tokens on top of the others, that the scheduler which follows goes by, if not the
+    costs' own: then the number of drafts is the one best by those, and its time is the costs' all the same.
     ``margin``: share by which drafting must look better. ``throughput`` is never below ``plain``.
     """
     requests, block = survival.shape
@@ -59,7 +63,8 @@ def choose_depths(
         raise ScheduleError(
             f"costs cover {costs.max_tokens} tokens and the step could carry {other_tokens + requests * (1 + block)}"
         )
-    plain = requests / curve[requests] if requests else 0.0
+    plain = float(requests / curve[requests]) if requests else 0.0
+    going_by = curve if judged is None else judged
     none = GateChoice(depth=np.zeros(requests, dtype=np.int64), throughput=plain, plain=plain)
     allowed = np.where(np.arange(block) < limits[:, None], survival, 0.0)
     order = np.argsort(-allowed.sum(1), kind="stable")
@@ -68,10 +73,13 @@ def choose_depths(
         return none
 
     def expected(some: int, depth: int) -> float:
-        ordered = descending(ranked[:some, :depth])
-        tokens = requests + np.concatenate(([0.0], ordered.cumsum()))
-        seconds = curve[requests : requests + len(tokens)] + costs.drafting(some, depth)
-        return float((tokens / seconds).max())
+        ordered = arithmetic.descending(ranked[:some, :depth])
+        tokens = np.empty(len(ordered) + 1)
+        tokens[0], tokens[1:] = requests, ordered
+        tokens.cumsum(out=tokens)
+        drafting, sizes = costs.drafting(some, depth), slice(requests, requests + len(tokens))
+        count = int((tokens / (going_by[sizes] + drafting)).argmax())
+        return float(tokens[count] / (curve[requests + count] + drafting))
 
     most = len(ranked)
     depth = max(_grid(block), key=lambda d: expected(most, d))

@@ -53,6 +53,28 @@ class StepCosts:
         return 1.0 / seconds
 
 
+def convex_from(seconds: Float[np.ndarray, "tokens_plus_1"], start: int) -> Float[np.ndarray, "tokens_plus_1"]:
+    """``seconds`` with their lower convex hull in place of entries ``start`` and up.
+
+    Algorithm 1 stops at the first draft that does not pay, so a step in the curve holds it up for good, drafts behind
+    it that would pay or not. Any curve that was known before the drafts keeps the output exact; over a convex one the
+    expected throughput has a single peak, and the first non-gain is the best stop.
+    """
+    corners: list[int] = []
+    values = seconds.tolist()
+    for at in range(start, len(values)):
+        while len(corners) > 1:
+            a, b = corners[-2], corners[-1]
+            if (values[b] - values[a]) * (at - b) < (values[at] - values[b]) * (b - a):
+                break
+            corners.pop()
+        corners.append(at)
+    hull = seconds.copy()
+    if corners:
+        hull[start:] = np.interp(np.arange(start, len(values)), corners, seconds[corners])
+    return hull
+
+
 def interpolated(points: Mapping[int, float], size: int) -> Float[np.ndarray, "size_plus_1"]:
     """Values at 0..``size``: measured where measured, on the line between neighbours elsewhere.
 

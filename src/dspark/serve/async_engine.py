@@ -62,6 +62,11 @@ class AsyncEngine:
         """End a request if it is in flight; from any thread, as often as you like."""
         self._runner.cancel(request_id)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and worked on; False after a shutdown, or when the thread has died."""
+        return self._runner.healthy
+
     def stats(self) -> EngineStats:
         """The engine's counts."""
         return self._runner.stats()

@@ -25,14 +25,18 @@ from dspark.maths.batch_schedulers import (
     ThresholdBatch,
 )
 from dspark.maths.draft_gate import ProbeClock, choose_depths
-from dspark.maths.step_costs import StepCosts
+from dspark.maths.step_costs import StepCosts, convex_from
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
+from dspark.models.native_schedule import fast_arithmetic
 from dspark.serve.confidences import Confidences
 from dspark.serve.flight import Flight
 from dspark.serve.settings import EngineConfig
 
 Lens = Int[np.ndarray, "requests"]
+Sps = Float[np.ndarray, "more_tokens_plus_1"]
+
+MOST_CURVES = 512  # convex curves that are kept, one per number of requests and other tokens
 
 
 @runtime_checkable
@@ -82,6 +86,8 @@ class DraftPlanner:
         self.drafter, self.scheduler, self.costs = drafter, scheduler, costs
         self._confidences = confidences or Confidences()
         self._gated, self._block = gated, block
+        self._arithmetic = fast_arithmetic()
+        self._convex: dict[tuple[float, int, int], Float[np.ndarray, "tokens_plus_1"]] = {}
         self.history = SurvivalHistory(seats, block_size=block)
         self._clock = ProbeClock(seats)
 
@@ -122,11 +128,43 @@ class DraftPlanner:
         assert self.costs is not None
         rows = _seats(flights)
         survival = self.history.estimate(rows)
-        choice = choose_depths(survival, limits, self.costs, other_tokens=other_tokens, context=context)
+        choice = choose_depths(
+            survival,
+            limits,
+            self.costs,
+            other_tokens=other_tokens,
+            context=context,
+            judged=self._judged(len(flights), other_tokens, context),
+            arithmetic=self._arithmetic,
+        )
         probed = self._clock.due(rows, choice.depth, limits)
         depth = choice.depth.copy()
         depth[probed] = limits[probed]
         return depth
+
+    def _judged(self, requests: int, other_tokens: int, context: float) -> Float[np.ndarray, "tokens_plus_1"] | None:
+        """Seconds of a pass by the tokens on top of the others, as Algorithm 1 is to see them; None for other rules."""
+        if self.costs is None or not isinstance(self.scheduler, GreedyBatch):
+            return None
+        curve = self.costs.curve(context)
+        key = (float(curve[-1]), other_tokens, requests)
+        if key not in self._convex:
+            if len(self._convex) >= MOST_CURVES:
+                self._convex.clear()
+            self._convex[key] = convex_from(curve[other_tokens:], requests)
+        return self._convex[key]
+
+    def _sps(self, requests: int, drafted: int, depth: int, other_tokens: int, context: float) -> Sps | None:
+        """Steps per second by anchors and drafts, with ``drafted`` requests drafted for; None if nobody asks."""
+        if self.costs is None:
+            return None
+        spent = self.costs.drafting(drafted, depth)
+        judged = self._judged(requests, other_tokens, context)
+        if judged is None:
+            return self.costs.sps(context=context, other_tokens=other_tokens, draft_seconds=spent)
+        seconds = judged + spent
+        seconds[:1] = np.inf
+        return 1.0 / seconds
 
     def _schedule(self, plan: Drafting, places: Int[np.ndarray, "asks"], other_tokens: int, context: float) -> None:
         """Fill ``proposed``, ``confidence``, ``verify_lens`` and ``drafts`` in."""
@@ -151,10 +189,7 @@ class DraftPlanner:
             confidence[places] = known
             confidence[np.arange(self._block) >= plan.proposed[:, None]] = 0.0
             plan.confidence = confidence
-        sps = None
-        if self.costs is not None:
-            spent = self.costs.drafting(len(places), int(plan.asked.max()))
-            sps = self.costs.sps(context=context, other_tokens=other_tokens, draft_seconds=spent)
+        sps = self._sps(len(flights), len(places), int(plan.asked.max()), other_tokens, context)
         numbers = np.array([flight.number for flight in flights], dtype=np.int64)
         step = StepDrafts(request_ids=numbers, proposed=plan.proposed, confidence=confidence, sps=sps)
         plan.verify_lens = self.scheduler.choose(step)
@@ -168,8 +203,7 @@ class DraftPlanner:
         if not flights or self.costs is None or not isinstance(self.scheduler, LaggedBatch):
             return
         context = sum(len(flight.ids) for flight in flights) / len(flights)
-        spent = self.costs.drafting(len(flights), self._block)
-        sps = self.costs.sps(context=context, other_tokens=0, draft_seconds=spent)
+        sps = self._sps(len(flights), len(flights), self._block, 0, context)
         self.scheduler.foresee(np.array([flight.number for flight in flights], dtype=np.int64), sps)
 
     def observe(self, plan: Drafting, accepted: dict[int, int]) -> None:
@@ -212,7 +246,10 @@ def make_planner(
             raise ScheduleError(f"the {config.scheduler} scheduler weighs measured costs and has none; profile first")
         sps = 1.0 / np.concatenate(([np.inf], costs.passes[0, 1:]))
         greedy = config.scheduler == "greedy"
-        scheduler = GreedyBatch(sps) if greedy else LaggedBatch(sps, block_size=drafter.block_size)
+        if greedy:
+            scheduler = GreedyBatch(sps, fast_arithmetic())
+        else:
+            scheduler = LaggedBatch(sps, block_size=drafter.block_size, arithmetic=fast_arithmetic())
     return DraftPlanner(
         drafter, scheduler, seats=config.seats, costs=costs, confidences=confidences, gated=config.gated
     )

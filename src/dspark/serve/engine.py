@@ -112,7 +112,8 @@ class Engine:
     def enter(self, flight: Flight) -> None:
         """Let an opened request wait behind all others."""
         request_id = flight.request.request_id
-        if request_id in self._by_id:
+        untold = (outcome.flight.request.request_id for outcome in (*self._outcomes, *self._untold))
+        if request_id in self._by_id or request_id in untold:
             raise RequestError(f"request_id is {request_id!r}, which is in flight; choose another")
         flight.number, self._next_number = self._next_number, self._next_number + 1
         self._by_id[request_id] = flight

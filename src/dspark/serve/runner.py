@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol, runtime_checkable
 
-from dspark.errors import RequestError
+from dspark.errors import DsparkError, RequestError
 from dspark.serve.engine import Engine
 from dspark.serve.errors import EngineClosed
 from dspark.serve.events import EngineStats, StepEvent
@@ -172,13 +172,32 @@ class Runner:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout + IDLE_SECONDS)
-        left = [StepEvent(request_id=name, finish_reason="cancelled") for name in list(self._streams)]
+        left = [StepEvent(request_id=name, finish_reason="cancelled") for name in self._names()]
         self._hand_out(left)
         return thread is None or not thread.is_alive()
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and worked on."""
+        return not self._closing and (self._thread is None or self._thread.is_alive())
+
     def _work(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            _log.exception("the engine's thread ends")
+            self._closing = True
+            why = f"the engine's thread has ended: {error}"
+            self._hand_out([StepEvent(request_id=name, finish_reason="error", error=why) for name in self._names()])
+            raise
+
+    def _names(self) -> list[str]:
+        with self._changed:
+            return list(self._streams)
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while not (self._entering or self._cancelled or self.engine.has_work or self._closing):
@@ -186,7 +205,11 @@ class Runner:
                 entering, self._entering = self._entering, deque()
                 cancelled, self._cancelled = self._cancelled, deque()
             for flight in entering:
-                self.engine.enter(flight)
+                try:
+                    self.engine.enter(flight)
+                except DsparkError as error:
+                    name = flight.request.request_id
+                    self._hand_out([StepEvent(request_id=name, finish_reason="error", error=str(error))])
             for request_id in cancelled:
                 self.engine.cancel(request_id)
             if self._closing and (not self.engine.has_work or time.monotonic() >= self._deadline):
@@ -202,7 +225,7 @@ class Runner:
             self._hand_out(self.engine.step(self._hand_out))
         except Exception as error:  # the engine's own books are wrong: nothing in flight can be trusted
             _log.exception("a step failed outside of any request")
-            names, why = list(self._streams), f"the engine failed: {error}"
+            names, why = self._names(), f"the engine failed: {error}"
             for name in names:
                 self.engine.cancel(name)
             self._hand_out([StepEvent(request_id=name, finish_reason="error", error=why) for name in names])
