@@ -196,7 +196,7 @@ def test_rules_are_the_shapers_bit_for_bit(dtype: torch.dtype) -> None:
         native_step = native_verification._Step(step.logits, step.verify_lens, step.drafts, RULES, None)
         native_step.shape(histories)
         for i, shaper in enumerate(histories):
-            drafts = native_step._drafts(i).tolist()
+            drafts = native_step._drafts(i)
             expected = shaper.rows(native_step._own_rows(i), drafts)
             room = torch.empty(step.logits.shape[1] + 16)
             for k in range(len(drafts) + 1):
@@ -208,7 +208,7 @@ def test_rules_are_the_shapers_bit_for_bit(dtype: torch.dtype) -> None:
         plain = verify_batch(*arguments, step.streams(), histories, native=False)
         assert np.array_equal(fast.accepted, plain.accepted) and np.array_equal(fast.next_tokens, plain.next_tokens)
         for i, shaper in enumerate(histories):
-            shaper.commit([*native_step._drafts(i)[: int(fast.accepted[i])].tolist(), int(fast.next_tokens[i])])
+            shaper.commit([*native_step._drafts(i)[: int(fast.accepted[i])], int(fast.next_tokens[i])])
 
 
 @compiled

@@ -12,6 +12,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +50,11 @@ REQUEST = np.dtype(  # struct request of verify.c, field by field
     ],
     align=True,
 )
+
+# fields of a request, and those of its ShapingTables and their params that they come from
+ADDRESSES = {name: name for name in ("ids", "counts", "places", "bias", "seen", "never", "held", "mask")}
+LENGTHS = {"entries": "ids", "nevers": "never", "helds": "held"}
+RULES = {"repetition": "repetition_penalty", "frequency": "frequency_penalty", "presence": "presence_penalty"}
 
 
 def verify_batch(
@@ -118,6 +124,7 @@ class _Step:
         self.requests = np.zeros(count, dtype=REQUEST)
         self.errors: dict[int, RequestError] = {}
         self.shapers: dict[int, RowShaper] = {}
+        self._token_lists: list[list[int]] | None = None
         self.kept: list[object] = []  # what addresses point to
         self._describe_rows()
         self._describe_drafts()
@@ -168,35 +175,39 @@ class _Step:
 
     def shape(self, shapers: Sequence[RowShaper | None] | None) -> None:
         """Have the rows of requests with a shaper judged as it shapes them."""
-        for i, shaper in enumerate(shapers or ()):
-            if shaper is None:
-                continue
-            self.shapers[i] = shaper
+        self.shapers = {i: shaper for i, shaper in enumerate(shapers or ()) if shaper is not None}
+        found: dict[int, ShapingTables] = {}
+        for i, shaper in self.shapers.items():
+            drafts = self._drafts(i)
             try:
                 if isinstance(shaper, Shaper):
-                    self._tabulate(i, shaper.tables(self._drafts(i).tolist()))
+                    found[i] = shaper.tables(drafts)
                 else:
-                    self._replace(i, shaper.rows(self._own_rows(i), self._drafts(i).tolist()).float().contiguous())
+                    self._replace(i, shaper.rows(self._own_rows(i), drafts).float().contiguous())
             except RequestError as error:
                 self.errors[i] = error
+        if found:
+            self._tabulate(list(found), list(found.values()))
 
     def _replace(self, i: int, rows: Tensor) -> None:
         request = self.requests[i]
         request["logits"], request["stride"], request["bf16"] = rows.data_ptr(), rows.stride(0), 0
         self.kept.append(rows)
 
-    def _tabulate(self, i: int, tables: ShapingTables) -> None:
-        params, request = tables.params, self.requests[i]
-        request["shaped"], request["penalises"], request["early"] = 1, tables.penalises, tables.early
-        request["repetition"] = params.repetition_penalty
-        request["frequency"], request["presence"] = params.frequency_penalty, params.presence_penalty
-        request["entries"], request["nevers"] = len(tables.ids), len(tables.never)
-        request["helds"] = len(tables.held)
-        for name in ("ids", "counts", "places", "bias", "seen", "never", "held"):
-            request[name] = getattr(tables, name).ctypes.data
-        if tables.mask is not None:
-            request["mask"], request["mask_stride"] = tables.mask.ctypes.data, tables.mask.strides[0]
+    def _tabulate(self, places: list[int], tables: list[ShapingTables]) -> None:
+        """Tables of the requests ``places``, a field of all of them at a time."""
         self.kept.append(tables)
+        requests = self.requests
+        requests["shaped"][places] = 1
+        for name, field in ADDRESSES.items():
+            requests[name][places] = [_address(getattr(table, field)) for table in tables]
+        for name, field in LENGTHS.items():
+            requests[name][places] = [len(getattr(table, field)) for table in tables]
+        for name, field in RULES.items():
+            requests[name][places] = [getattr(table.params, field) for table in tables]
+        requests["penalises"][places] = [table.penalises for table in tables]
+        requests["early"][places] = [table.early for table in tables]
+        requests["mask_stride"][places] = [0 if table.mask is None else table.mask.shape[1] for table in tables]
 
     def verdict(self) -> BatchVerdict:
         """What the C code found, completed by the plain form where it could not tell."""
@@ -222,7 +233,7 @@ class _Step:
         rows = self._own_rows(i)
         try:
             if i in self.shapers:
-                rows = self.shapers[i].rows(rows, tokens.tolist())
+                rows = self.shapers[i].rows(rows, self._drafts(i))
             verdict = judge_rows(
                 rows,
                 tokens,
@@ -240,5 +251,13 @@ class _Step:
         start = int(self.starts[i])
         return self.logits[start : start + int(self.lens[i]) + 1]
 
-    def _drafts(self, i: int) -> Tensor:
-        return drafts_of(self.drafts, int(self.draft_rows[i]), int(self.lens[i]))[0]
+    def _drafts(self, i: int) -> list[int]:
+        if not self.lens[i]:
+            return []
+        if self._token_lists is None:
+            self._token_lists = self.tokens.tolist()
+        return self._token_lists[self.draft_rows[i]][: self.lens[i]]
+
+
+def _address(array: NDArray[Any] | None) -> int:  # Any: of each kind of number
+    return 0 if array is None else array.__array_interface__["data"][0]
