@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import TableDrafter, TableTarget, chi_square_p, target_chain
+from tiny_drafter import tiny_drafter
 from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
@@ -18,8 +19,6 @@ from dspark.decode import generate, stream
 from dspark.errors import RequestError, ScheduleError
 from dspark.maths import sampling as sampling_module
 from dspark.maths.scheduling import FixedScheduler, GreedyScheduler, ThresholdScheduler
-from dspark.models.backbone import DraftModel
-from dspark.models.draft_config import DraftConfig
 from dspark.models.drafter import Drafter, NoDrafter
 from dspark.models.dspark import DsparkDrafter
 from dspark.models.ngram import NgramDrafter
@@ -57,25 +56,18 @@ class FromTable:
 
 
 def dspark(target: TableTarget, *, block_size: int = 4, candidates: int = 2, limit: int = 256) -> DsparkDrafter:
-    config = DraftConfig(
+    model = tiny_drafter(
+        seed=5,
+        scale=0.7,
         vocab_size=target.info.vocab_size,
         hidden_size=target.info.hidden_size,
         num_target_layers=target.info.num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
         intermediate_size=8,
-        num_hidden_layers=1,
         block_size=block_size,
         mask_token_id=1,
-        target_layer_ids=(0, 3),
         markov_rank=3,
         max_position_embeddings=limit,
     )
-    torch.manual_seed(5)
-    model = DraftModel(config)
-    for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.7
     return DsparkDrafter(model, target, candidates=candidates)
 
 

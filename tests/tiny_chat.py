@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tiny_drafter import tiny_drafter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dspark.models.backbone import DraftModel
 from dspark.models.checkpoint import save_drafter
-from dspark.models.draft_config import DraftConfig
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -55,8 +54,10 @@ def save_chat_model(folder: Path) -> Path:
 
 def save_random_drafter(folder: Path, *, hidden_size: int = 32, confidence: bool = True) -> Path:
     """Save a DSpark drafter with random weights that fits :func:`save_chat_model`'s model; its drafts are bad."""
-    torch.manual_seed(4)
-    config = DraftConfig(
+    model = tiny_drafter(
+        seed=4,
+        scale=0.3,
+        norms=1.0,
         vocab_size=len(SPECIAL) + 256,
         hidden_size=hidden_size,
         num_target_layers=4,
@@ -64,16 +65,11 @@ def save_random_drafter(folder: Path, *, hidden_size: int = 32, confidence: bool
         num_key_value_heads=2,
         head_dim=8,
         intermediate_size=48,
-        num_hidden_layers=1,
         block_size=BLOCK,
         mask_token_id=3,
         target_layer_ids=(0, 2),
-        markov_rank=4,
         max_position_embeddings=MAX_LEN,
         enable_confidence_head=confidence,
     )
-    model = DraftModel(config)
-    for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.3 + (1.0 if parameter.dim() == 1 else 0.0)
     save_drafter(folder, model)
     return folder

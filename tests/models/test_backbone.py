@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tiny_drafter import tiny_config
 from torch import Tensor
 
 from dspark.models.backbone import BlockBatch, DraftModel, GemmaDraftLayer, rope_table
@@ -20,14 +21,12 @@ SHAPES: dict[str, dict] = {
 }
 
 
-def tiny_config(**changes: object) -> DraftConfig:
+def small(**changes: object) -> DraftConfig:
     fields: dict = {
         "vocab_size": V,
         "hidden_size": D,
-        "num_target_layers": 6,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 4,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
         "block_size": GAMMA,
@@ -36,7 +35,7 @@ def tiny_config(**changes: object) -> DraftConfig:
         "markov_rank": 5,
         "max_position_embeddings": 64,
     }
-    return DraftConfig(**{**fields, **changes})
+    return tiny_config(**{**fields, **changes})
 
 
 def random_model(config: DraftConfig, seed: int = 0) -> DraftModel:
@@ -140,7 +139,7 @@ def packed(features: list[Tensor], anchors: list[Tensor]) -> BlockBatch:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_forward_and_gradients_equal_brute_force(shape: str, two_sequences: tuple) -> None:
     features, anchors, embeds = two_sequences
-    config = tiny_config(**SHAPES[shape], enable_confidence_head=False, markov_rank=0)
+    config = small(**SHAPES[shape], enable_confidence_head=False, markov_rank=0)
     model, twin = random_model(config), random_model(config)
     hidden = model(packed(features, anchors), embeds, MASK)
     assert hidden.shape == (6, GAMMA, D)
@@ -161,7 +160,7 @@ def test_packed_forward_and_gradients_equal_brute_force(shape: str, two_sequence
 
 def test_context_is_strictly_before_the_anchor(two_sequences: tuple) -> None:
     features, anchors, embeds = two_sequences
-    model = random_model(tiny_config())
+    model = random_model(small())
     before = model(packed(features, anchors), embeds, MASK)
     features[0][3:] += 1.0  # the state at the anchor of block 1 and all later ones
     after = model(packed(features, anchors), embeds, MASK)
@@ -171,7 +170,7 @@ def test_context_is_strictly_before_the_anchor(two_sequences: tuple) -> None:
 
 def test_blocks_do_not_see_each_other(two_sequences: tuple) -> None:
     features, anchors, embeds = two_sequences
-    model = random_model(tiny_config())
+    model = random_model(small())
     batch = packed(features, anchors)
     before = model(batch, embeds, MASK)
     changed = embeds.clone()
@@ -186,7 +185,7 @@ def test_blocks_do_not_see_each_other(two_sequences: tuple) -> None:
 def test_a_shorter_block_is_a_block_of_its_own(from_anchor: bool, two_sequences: tuple) -> None:
     features, anchors, embeds = two_sequences
     batch = packed(features, anchors)
-    whole, cut = (tiny_config(sample_from_anchor=from_anchor, block_size=size) for size in (GAMMA, 2))
+    whole, cut = (small(sample_from_anchor=from_anchor, block_size=size) for size in (GAMMA, 2))
     short = random_model(whole)(batch, embeds, MASK, 2)
     assert torch.equal(short, random_model(cut)(batch, embeds, MASK))
 
@@ -195,13 +194,13 @@ def test_predictions_after_a_given_anchor_are_the_masks_of_a_longer_block(two_se
     """The conventions differ in which slots predict, not in what a slot sees: position and visibility are the same."""
     features, anchors, embeds = two_sequences
     batch = packed(features, anchors)
-    given = random_model(tiny_config(sample_from_anchor=False))(batch, embeds, MASK)
-    longer = random_model(tiny_config(block_size=GAMMA + 1))(batch, embeds, MASK)
+    given = random_model(small(sample_from_anchor=False))(batch, embeds, MASK)
+    longer = random_model(small(block_size=GAMMA + 1))(batch, embeds, MASK)
     assert torch.equal(given, longer[:, 1:])
 
 
 def test_gemma_layers_have_the_tensors_of_deepspec() -> None:
-    names = set(random_model(tiny_config(layer_style="gemma4", attention_k_eq_v=True)).state_dict())
+    names = set(random_model(small(layer_style="gemma4", attention_k_eq_v=True)).state_dict())
     mine = {name.removeprefix("layers.0.") for name in names if name.startswith("layers.0.")}
     norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     assert mine == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_drafter import tiny_config
 from torch import Tensor
 
 from dspark.models.backbone import BlockBatch, DraftModel, block_attention
@@ -15,7 +16,6 @@ from dspark.models.block_flex import (
     sees,
     token_indices,
 )
-from dspark.models.draft_config import DraftConfig
 
 CONTEXTS, BLOCKS, SIZE, HEADS, KV_HEADS, DIM = [7, 3, 11], [2, 1, 3], 3, 4, 2, 16
 ANCHORS = torch.tensor([2, 7, 3, 0, 5, 11])
@@ -94,10 +94,9 @@ def test_flex_equals_the_plain_form_on_cuda(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sample_from_anchor", [True, False])
 def test_a_drafter_gives_the_same_states_either_way(sample_from_anchor: bool) -> None:
     torch.manual_seed(2)
-    config = DraftConfig(
+    config = tiny_config(
         vocab_size=20,
         hidden_size=24,
-        num_target_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -106,6 +105,7 @@ def test_a_drafter_gives_the_same_states_either_way(sample_from_anchor: bool) ->
         block_size=SIZE,
         mask_token_id=3,
         target_layer_ids=(0, 2),
+        markov_rank=128,
         max_position_embeddings=64,
         sample_from_anchor=sample_from_anchor,
     )

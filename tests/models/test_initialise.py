@@ -6,22 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_drafter import tiny_config
 
 from dspark.errors import ModelError
 from dspark.models.backbone import DraftModel
-from dspark.models.draft_config import DraftConfig
 from dspark.models.initialise import fit_bigram, fresh, from_target
 
-CONFIG = DraftConfig(
-    vocab_size=20,
-    hidden_size=8,
-    num_target_layers=6,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    intermediate_size=12,
-    target_layer_ids=(1, 3),
-    markov_rank=8,
+CONFIG = tiny_config(
+    vocab_size=20, num_hidden_layers=2, target_layer_ids=(1, 3), block_size=7, mask_token_id=0, markov_rank=8
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_chat import save_chat_model
 from tiny_run import tiny_config
 
 from dspark.cache_runs import plan_build, prepare, run_draft_ids
