@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from dspark import eval_cli
 from dspark.core import SamplingParams
-from dspark.errors import ConfigError, DataError
+from dspark.errors import ConfigError, DataError, ScheduleError
 from dspark.eval_plays import EvalConfig
 from dspark.evaluate.records import find_cells, read_answers
 from dspark.verbs.eval import evaluate
@@ -190,6 +191,24 @@ def test_the_command_prints_tables_markdown_and_json(folder: Path) -> None:
     drafters = data["fields"]["temperatures"][0]["drafters"]
     assert drafters[1]["mean"]["acceptance_length"]["value"] >= 1.0 and data["provenance"]["command"]
     assert drafters[1]["sets"]["gsm8k"]["prompts"] == 2
+
+
+def test_a_threshold_cuts_the_rounds_that_are_recorded(folder: Path, whole: eval_cli.Result) -> None:
+    full = [a for cell in whole.cells if cell.folder.name == "head-t0" for a in cell.answers]
+    threshold = statistics.median(c for a in full for r in a.rounds for c in r.confidence)
+    scheduling = {"verify_len": None, "threshold": threshold, "calibration": None, "profile": None}
+    run = config(folder, "cut", drafters=(str(folder / "head"),), undrafted=False, temperatures=(0.0,), limit=1)
+    result = eval_cli.run(replace(run, scheduler="threshold", scheduling=scheduling))
+    cut = [r for a in result.cells[0].answers for r in a.rounds]
+    assert any(r.verify_len < len(r.draft_tokens) for r in cut)
+    assert all(c >= threshold - 1e-6 for r in cut for c in r.confidence[: r.verify_len])
+    one = {a.key: a.token_ids for a in full}
+    assert all(one[a.key] == a.token_ids for a in result.cells[0].answers)  # and not the text
+    with pytest.raises(ConfigError, match=r"scheduler \{'name': 'threshold'.*not \{'name': 'fixed'"):
+        eval_cli.run(run)
+    ngram = replace(run, out=folder / "none", drafters=("ngram",), scheduler="threshold", scheduling=scheduling)
+    with pytest.raises(ScheduleError, match="ngram gives none"):
+        eval_cli.run(ngram)
 
 
 def test_settings_that_cannot_be_are_refused_before_the_model_is_loaded(folder: Path) -> None:

@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-import numpy as np
-from jaxtyping import Float
-
 from dspark.errors import ConfigError, DataError
-from dspark.evaluate.figures import StageTimes, stage_times
-from dspark.evaluate.intervals import DRAWS, Estimate, estimate, mean_over, resamples, weights_of
+from dspark.evaluate.figures import StageTimes
+from dspark.evaluate.intervals import DRAWS, Estimate, estimate
 from dspark.evaluate.records import AnswerRecord, Cell, Key
+from dspark.evaluate.scores import Drawn, Scores, mean_scores, set_scores
 from dspark.evaluate.suite import KNOWN_SETS
-from dspark.evaluate.tally import median_speed, position_ratio, ratio, sum_ratio, tally
+from dspark.evaluate.tally import ratio
 
 OVERALL = "mean"
 
@@ -83,25 +81,6 @@ class Comparison:
     draws: int
 
 
-Drawn = Float[np.ndarray, "draws"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Scores:
-    """Figures of every draw; draw 0 is the sample itself."""
-
-    prompts: int  # of the smallest set
-    all_prompts: int
-    answers: int
-    length: Drawn
-    per_verified: Drawn
-    prefix: Float[np.ndarray, "draws block"]
-    conditional: Float[np.ndarray, "draws block"]
-    speed: Drawn
-    times: StageTimes
-    share: float
-
-
 def compare(cells: Sequence[Cell], *, against: str | None = None, draws: int = DRAWS, seed: int = 0) -> Comparison:
     """Figures of all cells. ``against`` names the drafter that the others are set against; None takes the first that
     drafts.
@@ -152,18 +131,18 @@ class _Group:
 
     cells: Sequence[Cell]
     domains: Mapping[str, list[str]]  # sets of each
-    scores: list[dict[str, _Scores]] = field(repr=False)  # by cell, by set
+    scores: list[dict[str, Scores]] = field(repr=False)  # by cell, by set
 
     @property
     def plain(self) -> int | None:
         return next((i for i, cell in enumerate(self.cells) if not cell.drafts), None)
 
-    def scopes(self, i: int) -> dict[str, _Scores]:
+    def scopes(self, i: int) -> dict[str, Scores]:
         """Scores of cell ``i`` by set, domain and altogether."""
         sets = self.scores[i]
-        means = {domain: _mean([sets[name] for name in names]) for domain, names in self.domains.items()}
+        means = {domain: mean_scores([sets[name] for name in names]) for domain, names in self.domains.items()}
         # a set that is a domain of its own has one row
-        return {**sets, **means, OVERALL: _mean(list(sets.values()))}
+        return {**sets, **means, OVERALL: mean_scores(list(sets.values()))}
 
 
 def _at_temperature(cells: Sequence[Cell], *, against: str | None, draws: int, seed: int) -> AtTemperature:
@@ -175,7 +154,13 @@ def _at_temperature(cells: Sequence[Cell], *, against: str | None, draws: int, s
     _check_names(domains, domain_of)
     scores = [
         {
-            name: _set_scores(cell, [a for a in found.values() if a.set == name], name, draws=draws, seed=seed)
+            name: set_scores(
+                [a for a in found.values() if a.set == name],
+                name,
+                block=int(cell.about["facts"]["block_size"]),
+                draws=draws,
+                seed=seed,
+            )
             for name in domain_of
         }
         for cell, found in zip(cells, answers, strict=True)
@@ -198,61 +183,17 @@ def _check_names(domains: Mapping[str, list[str]], sets: Mapping[str, str]) -> N
             raise DataError(f"a set is called {name!r}, and so is a mean over others; give it another name, NAME=FILE")
 
 
-def _set_scores(cell: Cell, answers: Sequence[AnswerRecord], name: str, *, draws: int, seed: int) -> _Scores:
-    found = tally(answers, block=int(cell.about["facts"]["block_size"]))
-    count = len(found.prompts)
-    chosen = np.concatenate([np.arange(count)[None], resamples(count, name, draws=draws, seed=seed)])
-    weights = weights_of(chosen)
-    rounds = [r for answer in answers for r in answer.rounds]
-    seconds = found.sums[:, 3:].sum(0)
-    return _Scores(
-        prompts=count,
-        all_prompts=count,
-        answers=found.answers,
-        length=sum_ratio(found, weights, "committed", "rounds"),
-        per_verified=sum_ratio(found, weights, "committed", "verified"),
-        prefix=position_ratio(found, weights, "checked"),
-        conditional=position_ratio(found, weights, "reached"),
-        speed=median_speed(found, chosen),
-        times=stage_times(rounds),
-        share=float(seconds[1] / seconds.sum()) if rounds else float("nan"),
-    )
-
-
-def _mean(parts: Sequence[_Scores]) -> _Scores:
-    """Every set counts alike."""
-
-    def over(name: str) -> np.ndarray:
-        return mean_over(np.stack([getattr(part, name) for part in parts]))
-
-    times = {stage: mean_over(np.array([[getattr(p.times, stage)] for p in parts])) for stage in _STAGES}
-    return _Scores(
-        prompts=min(part.prompts for part in parts),
-        all_prompts=sum(part.all_prompts for part in parts),
-        answers=sum(part.answers for part in parts),
-        length=over("length"),
-        per_verified=over("per_verified"),
-        prefix=over("prefix"),
-        conditional=over("conditional"),
-        speed=over("speed"),
-        times=StageTimes(**{stage: float(value[0]) for stage, value in times.items()}),
-        share=float(mean_over(np.array([[part.share] for part in parts]))[0]),
-    )
-
-
-_STAGES = ("draft", "sequential", "verify", "host", "round")
-
-
 def _estimate(drawn: Drawn, prompts: int) -> Estimate:
+    """``prompts`` of the smallest set behind it."""
     return estimate(float(drawn[0]), drawn[1:], prompts=prompts)
 
 
-def _figures(scores: _Scores, plain: _Scores | None, *, timed: bool) -> Figures:
+def _figures(scores: Scores, plain: Scores | None, *, timed: bool) -> Figures:
     def at(drawn: Drawn) -> Estimate:
-        return _estimate(drawn, scores.prompts)
+        return _estimate(drawn, scores.least_prompts)
 
     return Figures(
-        prompts=scores.all_prompts,
+        prompts=scores.prompts,
         answers=scores.answers,
         acceptance_length=at(scores.length),
         committed_per_verified=at(scores.per_verified),
@@ -266,7 +207,7 @@ def _figures(scores: _Scores, plain: _Scores | None, *, timed: bool) -> Figures:
 
 
 def _drafter_figures(
-    group: _Group, i: int, scopes: Sequence[Mapping[str, _Scores]], answers: Sequence[Mapping[Key, AnswerRecord]]
+    group: _Group, i: int, scopes: Sequence[Mapping[str, Scores]], answers: Sequence[Mapping[Key, AnswerRecord]]
 ) -> DrafterFigures:
     cell, plain = group.cells[i], group.plain
     timed = cell.timed and (plain is None or group.cells[plain].timed)
@@ -294,7 +235,7 @@ def _identical(one: Mapping[Key, AnswerRecord], other: Mapping[Key, AnswerRecord
 
 
 def _differences(
-    cells: Sequence[Cell], scopes: Sequence[Mapping[str, _Scores]], against: str | None
+    cells: Sequence[Cell], scopes: Sequence[Mapping[str, Scores]], against: str | None
 ) -> list[Difference]:
     """Every drafter against the chosen one."""
     drafting = [i for i, cell in enumerate(cells) if cell.drafts]
@@ -309,18 +250,17 @@ def _differences(
             continue
         timed, own = cells[i].timed and cells[reference].timed, scopes[i]
 
-        def over(name: str, own: Mapping[str, _Scores] = own) -> dict[str, Estimate]:
-            return {
-                scope: _estimate(ratio(getattr(own[scope], name), getattr(base[scope], name)), base[scope].prompts)
-                for scope in base
-            }
+        def over(name: str, own: Mapping[str, Scores] = own) -> dict[str, Estimate]:
+            ratios = {scope: ratio(getattr(own[scope], name), getattr(base[scope], name)) for scope in base}
+            return {scope: _estimate(drawn, base[scope].least_prompts) for scope, drawn in ratios.items()}
 
+        lengths = {scope: own[scope].length - base[scope].length for scope in base}
         found.append(
             Difference(
                 label=cells[i].label,
                 against=cells[reference].label,
                 acceptance_length={
-                    scope: _estimate(own[scope].length - base[scope].length, base[scope].prompts) for scope in base
+                    scope: _estimate(drawn, base[scope].least_prompts) for scope, drawn in lengths.items()
                 },
                 acceptance_ratio=over("length"),
                 speed_ratio=over("speed") if timed else None,
