@@ -33,12 +33,15 @@ SAMPLINGS = (
 )
 
 
-def features_of(table: TableTarget, text: list[int], taps: tuple[int, ...]) -> Tensor | None:
-    """The target's tapped states of ``text``."""
+def features_of(table: TableTarget, text: list[int], taps: tuple[int, ...], start: int = 0) -> Tensor | None:
+    """The target's tapped states of ``text`` from ``start`` on; they depend on its last ``order`` tokens alone."""
     if not taps:
         return None
-    memory = table.new_memory(rows=1, max_len=len(text))
-    return table.forward(torch.tensor(text), memory, taps=taps, want_logits=False).features
+    known = text[max(0, start - table.order) :]
+    memory = table.new_memory(rows=1, max_len=len(known))
+    features = table.forward(torch.tensor(known), memory, taps=taps, want_logits=False).features
+    assert features is not None
+    return features[len(known) - len(text) + start :]
 
 
 class Pages:
@@ -144,9 +147,8 @@ class Rig:
             self.resumed += 1
             twins.run = len(shared) * self.page_size
             self.batch.resume(seat, text[: twins.run])
-            features = features_of(self.table, text, self.single.taps)
-            known = torch.tensor(text[: twins.run])
-            self.single.extend(twins.twin, known, None if features is None else features[: twins.run])
+            known = text[: twins.run]
+            self.single.extend(twins.twin, torch.tensor(known), features_of(self.table, known, self.single.taps))
         return seat
 
     def _beginning(self) -> tuple[list[int], list[int]]:
@@ -170,8 +172,7 @@ class Rig:
             self.pages.grow(seat, twins.run + count + self.single.block_size + 1)
             span = slice(twins.run, twins.run + count)
             new = torch.tensor(twins.text[span])
-            features = features_of(self.table, twins.text, self.single.taps)
-            part = None if features is None else features[span]
+            part = features_of(self.table, twins.text[: span.stop], self.single.taps, span.start)
             self.single.extend(twins.twin, new, part)
             ids.append(new)
             parts.append(part)

@@ -49,7 +49,7 @@ def made(name: str) -> tuple[Drafter, TableTarget]:
 def test_a_batch_of_any_drafter_proposes_what_each_request_alone_would(name: str) -> None:
     """Random arrivals, lengths, limits and departures; prompts in pieces; beginnings on other requests' pages."""
     drafter, table = made(name)
-    run(Rig(drafter, LoopingDrafter(drafter, table), table), steps=15)
+    run(Rig(drafter, LoopingDrafter(drafter, table), table), steps=10)
 
 
 def test_a_drafter_that_never_proposes() -> None:

@@ -38,18 +38,18 @@ def rig(candidates: int = 6, *, batch: type[DsparkBatch] = DsparkBatch, wide: bo
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_batch_proposes_what_each_request_alone_would(name: str, candidates: int) -> None:
     """Every kind of head and style: random arrivals, pieces, beginnings on others' pages, limits, departures."""
-    run(rig(candidates, **SHAPES[name]), steps=12)
+    run(rig(candidates, **SHAPES[name]), steps=8)
 
 
 @pytest.mark.parametrize("candidates", [0, 6])
 def test_a_reduced_vocabulary(candidates: int) -> None:
-    run(rig(candidates, draft_vocab_size=17), steps=12)
+    run(rig(candidates, draft_vocab_size=17), steps=8)
 
 
 @compiler
 @pytest.mark.parametrize("seed", range(2))
 def test_compiled_operations(seed: int) -> None:
-    run(rig(wide=True, options={"seed": seed, "seats": 9, "max_len": 60}), steps=25)
+    run(rig(wide=True, options={"seed": seed, "seats": 9, "max_len": 60}), steps=15)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 64])
