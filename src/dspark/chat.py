@@ -70,7 +70,7 @@ class ChatFormat:
     ) -> None:
         """``eos_token_ids`` come from the generation config. ``template_options`` are passed to the chat template every
         time (``enable_thinking=False``): one setting for training and serving."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self._backend = tokenizer, _backend_of(tokenizer)
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self.template_options = dict(template_options or {})
         self._check_options()
@@ -181,6 +181,8 @@ class ChatFormat:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids, by default without special tokens; spaces stay as they are."""
+        if self._backend is not None:
+            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -308,6 +310,15 @@ class TextStream:
     def _new_text(self) -> str:
         before = self._chat.decode(self._window[: self._context], skip_special_tokens=self._skip)
         return self._chat.decode(self._window, skip_special_tokens=self._skip)[len(before) :]
+
+
+def _backend_of(tokenizer: Any) -> Any | None:  # Any: see ChatFormat
+    """What decodes for a tokenizer that adds nothing of its own to it, at a tenth of the time; None for others."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = (PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode)
+    alike = (getattr(type(tokenizer), "decode", None), getattr(type(tokenizer), "_decode", None)) == own
+    return tokenizer.backend_tokenizer if alike else None
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -30,6 +30,7 @@ from dspark.serve.drafting import make_planner
 from dspark.serve.errors import EngineClosed, QueueFull
 from dspark.serve.events import EngineStats, StepEvent
 from dspark.serve.flight import Flight, open_flight
+from dspark.serve.lazy import LazyDrafter
 from dspark.serve.outcome import Outcome, take_in
 from dspark.serve.request import GenerationRequest
 from dspark.serve.roster import make_roster
@@ -57,7 +58,7 @@ class Engine:
         Raises :class:`ConfigError` for settings that the target cannot serve.
         """
         self.target, self.chat, self.config = target, chat, config or EngineConfig()
-        self.drafter = batched(NoDrafter() if self.config.scheduler == "none" else drafter, target)
+        self.drafter = LazyDrafter(batched(NoDrafter() if self.config.scheduler == "none" else drafter, target))
         self.max_len = min(self.config.max_len or target.info.max_len, target.info.max_len)
         self.roster = make_roster(target, self.drafter, self.config, max_len=self.max_len)
         if costs is None and self.config.weighs_costs:
@@ -302,13 +303,22 @@ class Engine:
                 outcomes.append(self._commit_one(judged, accepted, next_token, output.logits, first))
             except Exception as error:
                 self._fail(judged.flight, error)
-        for flight in batch.flights:
-            if flight.seat >= 0:
-                self.roster.publish(flight)
+        self._offer(batch.flights, [outcome.flight for outcome in outcomes if outcome.finish_reason is not None])
         for outcome in outcomes:
             if outcome.finish_reason is not None:
                 self._close(outcome.flight, outcome.finish_reason)
         return outcomes
+
+    def _offer(self, flights: Sequence[Flight], ending: Sequence[Flight]) -> None:
+        """Offer whole pages for sharing; of a request that ends, all of them: the drafter takes their tokens in now."""
+        roster = self.roster
+        if not roster.sharing:
+            return
+        if any(roster.whole(flight) > roster.whole(flight, fed=True) for flight in ending if flight.seat >= 0):
+            self.drafter.catch_up()
+        for flight in flights:
+            if flight.seat >= 0:
+                roster.publish(flight)
 
     def _commit_one(self, judged: Judged, accepted: int, next_token: int, logits: Tensor | None, first: int) -> Outcome:
         """A round's new tokens; ``first`` is the request's first row of ``logits``."""
@@ -346,16 +356,16 @@ class Engine:
         counters.prompt_tokens += sum(step.chunks.get(flight.number, 0) for flight in batch.flights)
         if verdict is None:
             return
-        rounds = [
-            (judged, accepted)
-            for judged, accepted in zip(batch.judged, verdict.accepted.tolist(), strict=True)
-            if judged.flight.number not in step.chunks
-        ]
-        drafted = [len(judged.drafts) for judged, _ in rounds]
-        counters.drafted_steps += any(drafted)
-        accepted_lens = [accepted for _, accepted in rounds]
-        counters.count_rounds(drafted, [judged.verify_len for judged, _ in rounds], accepted_lens)
-        self.planner.observe(step.plan, {judged.flight.number: accepted for judged, accepted in rounds})
+        proposed, verified, accepted, by_number = list[int](), list[int](), list[int](), dict[int, int]()
+        for judged, count in zip(batch.judged, verdict.accepted.tolist(), strict=True):
+            if judged.decoded:
+                proposed.append(len(judged.drafts))
+                verified.append(judged.verify_len)
+                accepted.append(count)
+                by_number[judged.flight.number] = count
+        counters.drafted_steps += any(proposed)
+        counters.count_rounds(proposed, verified, accepted)
+        self.planner.observe(step.plan, by_number)
 
     # --- ends --------------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from dspark.errors import ConfigError
-from dspark.models.batch_drafter import BatchDrafter
 from dspark.models.paged_memory import PageTables
 from dspark.models.target import KVMemory, PagedTarget, Target
 from dspark.serve.flight import Flight
+from dspark.serve.lazy import LazyDrafter
 from dspark.serve.pages import PageManager
 from dspark.serve.settings import DEFAULT_MEMORY_MIB, EngineConfig
 
@@ -31,7 +31,7 @@ class Roster:
         memory: KVMemory,
         tables: PageTables,
         pages: PageManager,
-        drafter: BatchDrafter,
+        drafter: LazyDrafter,
         scratch: int,
         sharing: bool,
     ) -> None:
@@ -115,11 +115,14 @@ class Roster:
         at = next((i for i, other in enumerate(self.waiting) if other.number > flight.number), len(self.waiting))
         self.waiting.insert(at, flight)
 
+    def whole(self, flight: Flight, *, fed: bool = False) -> int:
+        """Whole pages of its committed tokens that the target has run; ``fed``: and that the drafter has taken in."""
+        behind = self.drafter.behind(flight.seat) if fed else 0
+        return min(flight.computed - behind, len(flight.ids)) // self.pages.page_size
+
     def publish(self, flight: Flight) -> None:
-        """Offer the whole pages of committed tokens that are not known yet for sharing."""
-        if not self.sharing:
-            return
-        whole = min(flight.computed, len(flight.ids)) // self.pages.page_size
+        """Offer the whole pages that both target and drafter have filled, and that are not known yet, for sharing."""
+        whole = self.whole(flight, fed=True)
         if whole > flight.published:
             keys = flight.keys.of(flight.ids, whole)
             for i in range(flight.published, whole):
@@ -158,7 +161,7 @@ class Roster:
         assert all(group == sorted(group) for group in numbers), "out of order"
 
 
-def make_roster(target: Target, drafter: BatchDrafter, config: EngineConfig, *, max_len: int) -> Roster:
+def make_roster(target: Target, drafter: LazyDrafter, config: EngineConfig, *, max_len: int) -> Roster:
     """Seats, pages, tables and memory for ``config``, with the drafter attached.
 
     A target without paged memory gets one page per seat, as long as a request can be, and shares nothing. Raises
