@@ -78,6 +78,8 @@ def generate(
     scheduling = scheduling_of(scheduler, verify_len, threshold, calibration, profile)
     place = place_of(dtype, device, implementation, threads, trust_remote_code)
     bundle = Bundle.load(model, drafter, candidates=candidates, **place)
+    if scheduler == "skip":
+        bundle = bundle.skipping(profile)
     rule = bundle.scheduler(scheduler, **scheduling, sampling=sampling)
     prompt_ids = bundle.raw_ids(text) if raw else bundle.prompt_ids(text, system=system)
     answer = bundle.answer(prompt_ids, sampling=sampling, max_new_tokens=max_new_tokens, scheduler=rule)

@@ -100,6 +100,8 @@ def bench(
     chosen = read_prompts(prompts, limit=limit) if prompts else prompts_of(PROMPTS, limit=limit)
     place = place_of(dtype, device, implementation, threads, trust_remote_code)
     bundle = Bundle.load(model, drafter, candidates=candidates, **place)
+    if scheduler == "skip":
+        bundle = bundle.skipping(profile)
     rule = bundle.scheduler(scheduler, **scheduling, sampling=sampling)
     info = bundle.target.info
     other: Peer | None = None

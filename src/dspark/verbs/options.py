@@ -65,10 +65,11 @@ DrafterSpec = Annotated[
     str, typer.Option("--drafter", "-d", help="default, ngram, none or a drafter's folder.", rich_help_panel=DRAFTING)
 ]
 SchedulerName = Annotated[
-    Literal["fixed", "threshold", "greedy"],
+    Literal["fixed", "threshold", "greedy", "skip"],
     typer.Option(
         "--scheduler",
-        help="Drafts to check: a fixed number, the confident ones, or what pays (Algorithm 1).",
+        help="Drafts to check: a fixed number, the confident ones, what pays (Algorithm 1), or none for a while where "
+        "they keep dying (skip).",
         rich_help_panel=DRAFTING,
     ),
 ]
