@@ -91,7 +91,7 @@ def random_step(
 def verdicts_at(step: Step, coins: Tensor, closing: Tensor, library: Any) -> BatchVerdict:
     """Verdicts of the compiled form with uniforms given: all coins one after the other, and one closing each."""
     native = native_verification._Step(step.logits, step.verify_lens, step.drafts, step.sampling, None)
-    native.throw(step.streams())
+    native.throw([RequestStreams.from_seed(0)] * len(step.verify_lens))  # drawn over below
     native.coins[: len(coins)] = coins
     native.closing[:] = closing
     native.requests["closing"] = closing.numpy()
