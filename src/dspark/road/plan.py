@@ -20,6 +20,9 @@ from dspark.road.probe import Probe
 ANSWER_SHARE = 0.75  # of the most tokens that an answer may have, what answers have on average
 PROMPT_TOKENS = 60  # of a prompt that the model writes, and of one that is not kept
 DRAFTS_PER_PROMPT = 1.6  # written for each one kept
+# Of the sampler's measured pace, what whole texts reach: prompts are run first, contexts grow, the last rows run out.
+# An hour's road reached 0.58 in answers and 0.74 in prompts (docs/log.md).
+SAMPLER_SHARE = 0.65
 SLOTS = 1344  # supervised slots of a training step
 OVERHEAD = 1.0  # factor on the products of a training step; the pass that tells their speed has other parts as well
 EVALUATIONS = 6  # in the course of a run
@@ -97,8 +100,9 @@ def make_plan(
     compare = _between(SMALL_SHARE * budget / (3 * each), 4, 24)
     requests, repeats = _profile(probe, shape.block_size + 1, 0.04 * budget)
     answer_tokens = ANSWER_SHARE * max_new_tokens
-    answer = answer_tokens / probe.tokens_per_second
-    prompt = DRAFTS_PER_PROMPT * PROMPT_TOKENS / probe.tokens_per_second if own_prompts else 0.0
+    pace = SAMPLER_SHARE * probe.tokens_per_second
+    answer = answer_tokens / pace
+    prompt = DRAFTS_PER_PROMPT * PROMPT_TOKENS / pace if own_prompts else 0.0
     step = step_seconds(probe, draft_parameters, shape)
     tail = {
         "calibrate": calibration * each / 1.5,  # drafts that stand save passes
