@@ -118,7 +118,7 @@ def test_schedulers_change_the_rounds_and_not_the_text(model: str, drafter: str)
     plain = generated(model, "--drafter", drafter)
     none_checked = generated(model, "--drafter", drafter, "--verify-len", "0")
     assert none_checked["rounds"] == 23 and none_checked["token_ids"] == plain["token_ids"]
-    for options in (("threshold", "--threshold", "0.5"), ("greedy",)):
+    for options in (("threshold", "--threshold", "0.5"), ("greedy",), ("skip",)):
         assert generated(model, "--drafter", drafter, "--scheduler", *options)["token_ids"] == plain["token_ids"]
 
 
