@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dspark.maths.logprobs import ROWS_AT_ONCE, log_normalisers, row_logprobs
+from dspark.models import native_logprobs, native_verification
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,3 +51,33 @@ def test_nothing_is_lost_far_from_zero() -> None:
 
 def test_no_rows() -> None:
     assert row_logprobs(torch.empty(0, 5), [], top=2) == []
+
+
+@pytest.mark.skipif(native_verification._library() is None, reason="no C compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [3, 300, 9001])
+def test_the_compiled_form_gives_the_same(vocab: int, dtype: torch.dtype) -> None:
+    """The same tokens in the same order, ties included; numbers to a millionth; rows that lie apart in memory."""
+    random = torch.Generator().manual_seed(vocab)
+    wide = (torch.randn(9, vocab + 30, generator=random) * 5).round(decimals=1).to(dtype)
+    wide[:, 20:][:, ::7] = float("-inf")
+    logits = wide[:, 10 : vocab + 10]
+    chosen = torch.randint(0, vocab, (9,), generator=random).tolist()
+    for top in (0, 1, 5, 60, 300):
+        plain = row_logprobs(logits, chosen, top=top)
+        fast = native_logprobs.row_logprobs(logits, chosen, top=top)
+        assert [[token for token, _ in row.top] for row in fast] == [[token for token, _ in row.top] for row in plain]
+        assert [row.token_id for row in fast] == chosen
+        for mine, other in zip(fast, plain, strict=True):
+            assert mine.logprob == pytest.approx(other.logprob, abs=1e-6)
+            assert [value for _, value in mine.top] == pytest.approx([value for _, value in other.top], abs=1e-6)
+    assert native_logprobs.row_logprobs(torch.empty(0, 5), [], top=2) == []
+
+
+@pytest.mark.skipif(native_verification._library() is None, reason="no C compiler")
+def test_a_spoilt_row_spoils_no_other() -> None:
+    logits = torch.zeros(3, 40)
+    logits[1] = math.nan
+    found = native_logprobs.row_logprobs(logits, [0, 0, 0], top=3)
+    assert math.isnan(found[1].logprob)
+    assert found[0].top == found[2].top and found[0].logprob == pytest.approx(-math.log(40))

@@ -69,7 +69,7 @@ def verify_batch(
     native: bool = True,
 ) -> BatchVerdict:
     """:func:`dspark.maths.batch_verification.verify_batch`, the same to the last bit; ``native`` False is that one."""
-    library = _library_for(logits) if native else None
+    library = library_for(logits) if native else None
     if library is None:
         return batch_verification.verify_batch(
             logits, verify_lens, drafts, sampling, streams, shapers, draft_rows=draft_rows
@@ -81,7 +81,8 @@ def verify_batch(
     return step.verdict()
 
 
-def _library_for(logits: Tensor) -> ctypes.CDLL | None:
+def library_for(logits: Tensor) -> ctypes.CDLL | None:
+    """verify.c if it covers ``logits``."""
     covered = logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
     return _library() if covered and native_wanted() else None
 
@@ -97,6 +98,9 @@ def _library() -> ctypes.CDLL | None:
         library.verify_weights.restype = None
         library.verify_shape.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
         library.verify_shape.restype = None
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        rows, top = (pointer, size, ctypes.c_int32, size, size), (size, pointer, pointer)
+        library.verify_logprobs.argtypes = [*rows, pointer, pointer, *top]
     return library
 
 

@@ -750,3 +750,67 @@ void verify_requests(struct request *requests, int64_t count, int64_t vocab) {
         end_work(&w);
     }
 }
+
+/* Log-probabilities: of ``own`` tokens, and of the ``top`` likeliest, ranked by falling logit and rising id. */
+
+static int64_t collect_logits(const void *row, int64_t vocab, int bf16, const float *maxima, float bound,
+                              struct pair *found) {
+    int64_t count = 0;
+    for (int64_t b = 0; b * BLOCK < vocab; b++) {
+        if (!(maxima[b] >= bound)) continue;
+        int64_t end = (b + 1) * BLOCK < vocab ? (b + 1) * BLOCK : vocab;
+        for (int64_t i = b * BLOCK; i < end; i++) {
+            float logit = load_one(row, i, bf16);
+            if (logit >= bound) found[count++] = (struct pair){logit, (int32_t)i};
+        }
+    }
+    return count;
+}
+
+static void rank(const void *row, int bf16, int64_t top, double normaliser, struct work *w, int64_t *ids,
+                 double *logprobs) {
+    for (int64_t b = 0; b < w->blocks; b++) {
+        int64_t start = b * BLOCK, length = w->vocab - start < BLOCK ? w->vocab - start : BLOCK;
+        w->maxima[b] = largest((const char *)row + start * (bf16 ? 2 : 4), length, bf16);
+    }
+    float bound = top <= w->blocks ? top_maximum(w, top) : -INFINITY;
+    if (isnan(bound)) bound = -INFINITY;
+    int64_t count = collect_logits(row, w->vocab, bf16, w->maxima, bound, w->order);
+    for (; count < top; count++) w->order[count] = (struct pair){-INFINITY, 0}; /* after nan alone */
+    qsort(w->order, count, sizeof(struct pair), heavier);
+    for (int64_t i = 0; i < top; i++) {
+        ids[i] = w->order[i].id;
+        logprobs[i] = (double)w->order[i].weight - normaliser;
+    }
+}
+
+/* ``own`` [rows] tokens and their ``logprobs`` [rows]; ``top_ids`` and ``top_logprobs`` [rows, top]. Returns 1 if memory
+ * ran out. A row with a nan or an infinity has nan for its own token, and any tokens on top. */
+int verify_logprobs(const void *logits, int64_t stride, int32_t bf16, int64_t rows, int64_t vocab, const int64_t *own,
+                    double *logprobs, int64_t top, int64_t *top_ids, double *top_logprobs) {
+    int failed = 0;
+#pragma omp parallel if (rows > 1)
+    {
+        struct work w;
+        int ready = start_work(&w, vocab, 0, 1);
+#pragma omp for schedule(dynamic)
+        for (int64_t r = 0; r < rows; r++) {
+            if (!ready) {
+#pragma omp atomic write
+                failed = 1;
+                continue;
+            }
+            const void *row = (const char *)logits + r * stride * (bf16 ? 2 : 4);
+            float most = largest(row, vocab, bf16);
+            if (bf16)
+                weigh_as(row, most, 1.0f, 1, &w);
+            else
+                weigh_as(row, most, 1.0f, 0, &w);
+            double normaliser = isfinite(most) ? (double)most + log(w.total) : NAN;
+            logprobs[r] = (double)load_one(row, own[r], bf16) - normaliser;
+            if (top > 0) rank(row, bf16, top, normaliser, &w, top_ids + r * top, top_logprobs + r * top);
+        }
+        end_work(&w);
+    }
+    return failed;
+}
