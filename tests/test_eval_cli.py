@@ -121,6 +121,8 @@ def test_a_killed_process_goes_on_with_the_same_command(folder: Path, whole: eva
         if path.is_file() and path.read_bytes().count(b"\n") >= 3:
             break
         time.sleep(0.01)
+    with pytest.raises(ConfigError, match="another `dspark eval` is at work"):
+        eval_cli.run(run)
     child.kill()  # nothing of ours runs any more
     child.join()
     there = read_answers(path.parent)
@@ -206,6 +208,10 @@ def test_a_threshold_cuts_the_rounds_that_are_recorded(folder: Path, whole: eval
     assert all(one[a.key] == a.token_ids for a in result.cells[0].answers)  # and not the text
     with pytest.raises(ConfigError, match=r"scheduler \{'name': 'threshold'.*not \{'name': 'fixed'"):
         eval_cli.run(run)
+    skip = {"verify_len": None, "threshold": None, "calibration": None, "profile": None}
+    skipped = eval_cli.run(replace(run, out=folder / "skip", scheduler="skip", scheduling=skip)).cells[0]
+    assert skipped.about["facts"]["kind"] == "dspark" and all(one[a.key] == a.token_ids for a in skipped.answers)
+    assert any(not r.draft_tokens for a in skipped.answers for r in a.rounds)  # its drafts are bad: it pauses
     ngram = replace(run, out=folder / "none", drafters=("ngram",), scheduler="threshold", scheduling=scheduling)
     with pytest.raises(ScheduleError, match="ngram gives none"):
         eval_cli.run(ngram)

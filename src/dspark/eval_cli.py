@@ -24,7 +24,7 @@ from dspark.eval_plays import EvalConfig, Play, check_known, load, make_plays
 from dspark.evaluate.comparison import Comparison, compare
 from dspark.evaluate.confidence_tables import confidence_data, confidence_figures, confidence_tables
 from dspark.evaluate.playing import play_conversations
-from dspark.evaluate.records import AnswerRecord, Cell, add_answer, find_cells
+from dspark.evaluate.records import AnswerRecord, Cell, add_answer, find_cells, writing
 from dspark.evaluate.suite import Conversation
 from dspark.evaluate.tables import TextTable, comparison_data, markdown, print_tables, tables
 
@@ -44,10 +44,20 @@ class Result:
 def run(config: EvalConfig, *, against: str | None = None) -> Result:
     """Evaluate, or go on with it, and write ``figures.json`` and ``figures.md`` into the folder.
 
-    Raises :class:`ConfigError` if records in the folder were made for something else and :class:`RunError` if one of
-    several processes ended early; what was answered stays in either case.
+    Raises :class:`ConfigError` if records in the folder were made for something else or are being made now, and
+    :class:`RunError` if one of several processes ended early; what was answered stays.
     """
     deadline = float("inf") if config.minutes is None else time.time() + 60.0 * config.minutes
+    with writing(config.out, 0, wait=False):
+        finished = _play(config, deadline)
+    cells = find_cells([config.out])
+    comparison = compare(cells, against=against)
+    write_figures(config.out, comparison, cells)
+    return Result(comparison=comparison, cells=tuple(cells), finished=finished)
+
+
+def _play(config: EvalConfig, deadline: float) -> bool:
+    """Answer what is missing, in all processes; returns whether everything is there."""
     context = multiprocessing.get_context("spawn")
     bundle, conversations = load(config)
     plays = make_plays(config, bundle, create=True)
@@ -68,23 +78,21 @@ def run(config: EvalConfig, *, against: str | None = None) -> Result:
                 "the same command goes on"
             )
         finished &= process.exitcode == 0
-    cells = find_cells([config.out])
-    comparison = compare(cells, against=against)
-    write_figures(config.out, comparison, cells)
-    return Result(comparison=comparison, cells=tuple(cells), finished=finished)
+    return finished
 
 
 def _work(config: EvalConfig, index: int, deadline: float, parent: int) -> None:
     """The share of one more process. Ends if the first one is gone."""
     bundle, conversations = load(config)
-    plays = make_plays(config, bundle, create=False)
 
     def watch(_: int) -> None:
         if os.getppid() != parent:
             os._exit(1)
 
-    if not _share(config, plays, conversations, index, deadline, watch):
-        raise SystemExit(UNFINISHED)
+    with writing(config.out, index, wait=True):  # one of a run that was killed may still be at its last prompt
+        plays = make_plays(config, bundle, create=False)
+        if not _share(config, plays, conversations, index, deadline, watch):
+            raise SystemExit(UNFINISHED)
 
 
 def _share(

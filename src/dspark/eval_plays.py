@@ -24,6 +24,7 @@ from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.checkpoint import kind_of
 from dspark.models.drafter import Drafter
 from dspark.models.dspark import DsparkDrafter
+from dspark.models.skipping_drafter import SkippingDrafter
 from dspark.schedule_files import CALIBRATION_NAME, PROFILE_NAME, Setting, drafter_fingerprint, folder_fingerprint
 
 PLAIN = "none"  # the drafter that never proposes: what speedups are measured against
@@ -134,6 +135,8 @@ def make_plays(config: EvalConfig, bundle: Bundle, *, create: bool) -> list[Play
     plays = []
     for order, (label, spec) in enumerate(config.labels().items()):
         drafting = bundle.with_drafter(spec, candidates=config.candidates)
+        if config.scheduler == "skip" and drafting.drafter.block_size:
+            drafting = drafting.skipping(config.scheduling.get("profile"))
         for temperature in config.temperatures:
             sampling = replace(config.sampling, temperature=temperature)
             scheduler = _scheduler(config, drafting, sampling)
@@ -201,7 +204,9 @@ def _digest(path: Path | None) -> str | None:
 
 
 def drafter_facts(drafter: Drafter) -> dict[str, Any]:
-    """What figures want to know of a drafter: its kind and shape."""
+    """What figures want to know of a drafter: its kind and shape; one that sits rounds out is still what it is."""
+    if isinstance(drafter, SkippingDrafter):
+        return drafter_facts(drafter.inner)
     facts: dict[str, Any] = {"kind": "other", "layers": 1, "head": None, "rank": 0}
     if isinstance(drafter, DsparkDrafter):
         config = drafter.config

@@ -60,9 +60,12 @@ def test_a_sweep_by_hand() -> None:
     assert (some.acceptance_rate, some.verify_len, some.acceptance_length) == (2 / 3, 1.5, 2.0)
     assert (few.acceptance_rate, few.verify_len) == (1.0, 1.0)
     assert np.isnan(sweep(outcomes, (0.95,)).points[0].acceptance_rate)
-    assert sweep(outcomes).monotone
-    against = replace(outcomes, confidence=1.0 - outcomes.confidence)
+    assert [p.checked for p in sweep(outcomes, (0.0, 0.5, 0.7)).points] == [6, 3, 2]
+    many = outcomes.take(np.arange(60) % 2)
+    assert sweep(many).monotone
+    against = many.replaced(1.0 - many.confidence)
     assert not sweep(against, (0.0, 0.3, 0.7)).monotone
+    assert sweep(outcomes.replaced(1.0 - outcomes.confidence), (0.0, 0.3, 0.7)).monotone  # six drafts tell nothing
 
 
 def test_true_confidences_raise_the_acceptance_rate_in_every_domain(tmp_path: Path) -> None:
@@ -89,7 +92,7 @@ def test_tables_and_data_hold_the_judgement(tmp_path: Path) -> None:
     quality, thresholds = confidence_tables([found])
     assert quality.head[-3:] == ("T", "ECE held out", "after STS") and [row[0] for row in quality.rows][-1] == "= all"
     assert float(quality.rows[-1][-1].rstrip("%")) < float(quality.rows[-1][-2].rstrip("%"))
-    assert {row[0] for row in thresholds.rows} == {"math", "chat"} and "falls" not in thresholds.note
+    assert [row[0] for row in thresholds.rows] == ["math", "", "chat", ""] and "falls" not in thresholds.note
     (data,) = json.loads(json.dumps(confidence_data([found]), allow_nan=False))
     assert data["quality"][0]["count"] == 2400 and len(data["sweeps"]["math"]["points"]) == 20
 

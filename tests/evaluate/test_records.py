@@ -12,7 +12,7 @@ from tiny_records import answer_of, facts, made_for, round_of, save_cell
 from dspark.core import SamplingParams
 from dspark.decode import generate
 from dspark.errors import ConfigError, DataError
-from dspark.evaluate.records import answer_record, find_cells, from_line, open_cell, read_answers, to_line
+from dspark.evaluate.records import answer_record, find_cells, from_line, open_cell, read_answers, to_line, writing
 from dspark.evaluate.suite import Conversation
 from dspark.models.ngram import NgramDrafter
 
@@ -64,6 +64,14 @@ def test_cells_are_found_read_and_refused(tmp_path: Path) -> None:
         open_cell(tmp_path / "a-t0", made_for=made_for("a", 0.0, threads=2), about={})
     with pytest.raises(DataError, match="dspark eval --out"):
         find_cells([tmp_path / "nothing"])
+
+
+def test_a_file_has_one_writer(tmp_path: Path) -> None:
+    other = pytest.raises(ConfigError, match="is at work")
+    with writing(tmp_path, 0, wait=False), writing(tmp_path, 1, wait=False), other, writing(tmp_path, 0, wait=False):
+        raise AssertionError
+    with writing(tmp_path, 0, wait=False):
+        pass
 
 
 def test_two_answers_to_one_turn_are_told(tmp_path: Path) -> None:

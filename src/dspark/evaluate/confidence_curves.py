@@ -32,6 +32,7 @@ from dspark.maths.outcomes import outcomes_of
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(20))  # 0..0.95
 LEAST_ROUNDS = 100  # in either share of a calibration
+LEAST_CHECKED = 30  # drafts behind a threshold's rate, for the rate to count as one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class SweepPoint:
     """One threshold over the rounds of one domain."""
 
     threshold: float
+    checked: int  # drafts
     acceptance_rate: float  # accepted drafts / checked drafts; nan where none is checked
     acceptance_length: float  # committed tokens per round, bonus included
     verify_len: float  # mean drafts checked
@@ -53,8 +55,9 @@ class Sweep:
 
     @property
     def monotone(self) -> bool:
-        """Whether the acceptance rate never falls from one threshold to the next, as far as drafts are checked."""
-        rates = [point.acceptance_rate for point in self.points if not np.isnan(point.acceptance_rate)]
+        """Whether the acceptance rate never falls from one threshold to the next, as far as 30 drafts or more are
+        checked: where only the last few are let through, one of them decides."""
+        rates = [point.acceptance_rate for point in self.points if point.checked >= LEAST_CHECKED]
         return all(one <= other for one, other in pairwise(rates))
 
 
@@ -104,6 +107,7 @@ def sweep(outcomes: RoundOutcomes, thresholds: Sequence[float] = THRESHOLDS) -> 
         points.append(
             SweepPoint(
                 threshold=threshold,
+                checked=checked,
                 acceptance_rate=float(accepted.sum() / checked) if checked else float("nan"),
                 acceptance_length=float(1.0 + accepted.mean()) if len(outcomes) else float("nan"),
                 verify_len=float(cut.mean()) if len(outcomes) else float("nan"),

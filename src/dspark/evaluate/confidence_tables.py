@@ -109,11 +109,11 @@ def _thresholds(each: ConfidenceFigures) -> TextTable:
     rows = []
     for domain, sweep in each.sweeps.items():
         points = [point for point in sweep.points if point.threshold in SHOWN_THRESHOLDS]
-        texts = (f"{_number(p.acceptance_rate, '.1%')} / {p.acceptance_length:.2f}" for p in points)
-        rows.append((domain, str(sweep.rounds), *texts))
-    head = ("domain", "rounds", *(f"{threshold:g}" for threshold in SHOWN_THRESHOLDS))
+        rows.append((domain, str(sweep.rounds), "accepted", *(_number(p.acceptance_rate, ".1%") for p in points)))
+        rows.append(("", "", "per round", *(f"{p.acceptance_length:.2f}" for p in points)))
+    head = ("domain", "rounds", "tokens", *(f"{threshold:g}" for threshold in SHOWN_THRESHOLDS))
     falls = [domain for domain, sweep in each.sweeps.items() if not sweep.monotone]
-    note = "Accepted share of checked drafts / tokens per round, each recorded round cut at the threshold."
+    note = "Accepted: share of checked drafts. Each recorded round is cut where the threshold would have cut it."
     note += f" The share falls somewhere in {', '.join(falls)}." if falls else ""
     title = f"{temperature_name(each.temperature)}: {each.label} under confidence thresholds"
     return TextTable(title=title, head=head, rows=tuple(rows), note=note)

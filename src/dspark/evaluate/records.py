@@ -12,6 +12,7 @@ files alone; names of a line's fields are those of :class:`AnswerRecord` and :cl
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -175,6 +176,29 @@ def open_cell(folder: Path, *, made_for: Mapping[str, Any], about: Mapping[str, 
     if different:
         shown = "; ".join(f"{name} {known.get(name)!r}, not {wanted.get(name)!r}" for name in different)
         raise ConfigError(f"{folder} was made for {shown}: name another --out, or run what it was made for")
+
+
+@contextlib.contextmanager
+def writing(out: Path, process: int, *, wait: bool) -> Iterator[None]:
+    """Be the one writer of ``answers-<process>.jsonl`` in the cells of ``out``, until the block or the process ends.
+
+    Raises :class:`ConfigError` if another process is at it, or waits for its end. Where the system has no such locks
+    (Windows) nothing is held.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / f".lock-{process}", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise ConfigError(
+                f"out is {out}, where another `dspark eval` is at work; wait for it, or name another"
+            ) from None
+        yield
 
 
 def answers_path(folder: Path, process: int) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dspark.errors import DataError
 from dspark.evaluate.comparison import OVERALL, AtTemperature, DrafterFigures, compare
-from dspark.evaluate.confidence_curves import calibrate_records, confident_cells, sweep_by_domain
+from dspark.evaluate.confidence_curves import LEAST_CHECKED, calibrate_records, confident_cells, sweep_by_domain
 from dspark.evaluate.intervals import Estimate
 from dspark.evaluate.records import Cell
 from dspark.report.material import Columns, Figure, Row, absent, commands_of
@@ -119,7 +119,7 @@ def _shape_rows(cells: Sequence[Cell], value: str) -> list[Row]:
     return rows
 
 
-SWEEP = ("domain", "threshold", "acceptance_rate", "acceptance_length", "verify_len")
+SWEEP = ("domain", "threshold", "checked", "acceptance_rate", "acceptance_length", "verify_len")
 SHAPE = ("domain", "method", "drafter", "x", *INTERVAL, "sequential_share")
 
 
@@ -157,12 +157,14 @@ def block_figure(cells: Sequence[Cell], temperature: float) -> Figure:
     kept = _series(found, "block_size")
     if not kept:
         return absent("block", "4", title, why="No method with drafters of two block sizes.", command=RECIPE)
+    rows = max(cell.made_for["rows"] for cell in kept)
+    shared = f" (with {rows} conversations a pass)" if rows > 1 else ""
     return Figure(
         key="block",
         number="4",
         title=title,
         caption=f"Tokens committed per round by block length, at temperature {temperature:g}, and the share of a "
-        "round's time that goes into drawing the block left to right. Bars: 95 % over prompts.",
+        f"round's time that goes into drawing the block left to right{shared}. Bars: 95 % over prompts.",
         data=Columns(names=SHAPE, rows=tuple(_shape_rows(kept, "block_size"))),
         commands=commands_of(kept),
     )
@@ -188,6 +190,7 @@ def threshold_figure(cells: Sequence[Cell], temperature: float) -> Figure:
         (
             domain,
             point.threshold,
+            point.checked,
             None if math.isnan(point.acceptance_rate) else point.acceptance_rate,
             point.acceptance_length,
             point.verify_len,
@@ -197,7 +200,8 @@ def threshold_figure(cells: Sequence[Cell], temperature: float) -> Figure:
     ]
     falls = [domain for domain, found in sweeps.items() if not found.monotone]
     rounds = ", ".join(f"{domain} {found.rounds}" for domain, found in sweeps.items())
-    note = "It rises at every step in every domain." if not falls else f"It falls somewhere in {', '.join(falls)}."
+    behind = f"as far as {LEAST_CHECKED} drafts are checked"
+    note = f"It never falls, {behind}." if not falls else f"It falls somewhere in {', '.join(falls)}, {behind}."
     return Figure(
         key="threshold",
         number="5",
