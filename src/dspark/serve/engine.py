@@ -17,10 +17,10 @@ from torch import Tensor
 from dspark.chat import ChatFormat
 from dspark.errors import DsparkError, RequestError
 from dspark.maths.batch_verification import BatchVerdict
-from dspark.maths.logprobs import row_logprobs
 from dspark.maths.step_costs import StepCosts
 from dspark.models.batch_drafter import batched
 from dspark.models.drafter import Drafter, NoDrafter
+from dspark.models.native_logprobs import row_logprobs
 from dspark.models.native_verification import verify_batch
 from dspark.models.target import Target
 from dspark.serve.batch import Judged, Step, StepBatch, StepOutput, kept_tokens, prompt_chunks
