@@ -25,11 +25,11 @@ from torch import Tensor
 from dspark.artifacts import provenance
 from dspark.chat import ChatFormat
 from dspark.core import SamplingParams
-from dspark.maths.logprobs import row_logprobs
 from dspark.maths.sampling import RequestStreams
 from dspark.maths.shaping import Shaper
 from dspark.models import native_verification
 from dspark.models.loading import load_target
+from dspark.models.native_logprobs import row_logprobs
 from dspark.models.native_verification import verify_batch
 from dspark.models.weights import resolve_model
 
