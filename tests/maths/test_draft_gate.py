@@ -10,7 +10,8 @@ from hypothesis.extra.numpy import arrays
 
 from dspark.errors import ScheduleError
 from dspark.maths.draft_gate import ProbeClock, choose_depths
-from dspark.maths.step_costs import StepCosts, interpolated, step_costs
+from dspark.maths.global_scheduling import greedy_lens
+from dspark.maths.step_costs import StepCosts, convex_from, interpolated, step_costs
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
 
 BLOCK, MOST, OTHERS = 4, 6, 5
@@ -174,3 +175,30 @@ def test_steps_per_second_count_the_other_tokens_and_the_drafting() -> None:
         StepCosts(contexts=(2, 1), passes=np.ones((2, 3)), drafts=np.zeros((1, 1)))
     with pytest.raises(ScheduleError, match="positive"):
         StepCosts(contexts=(2,), passes=np.zeros((1, 3)), drafts=np.zeros((1, 1)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrays(float, st.integers(2, 30), elements=st.floats(0.01, 100)), st.integers(0, 8))
+def test_the_hull_is_convex_below_the_curve_and_leaves_what_is_before_it(seconds: np.ndarray, start: int) -> None:
+    hull = convex_from(seconds, start)
+    assert (hull[:start] == seconds[:start]).all() and (hull <= seconds * (1 + 1e-12)).all()
+    if len(seconds) - start > 2:
+        assert (np.diff(hull[start:], 2) >= -1e-9).all()
+
+
+def test_the_gate_judges_by_the_rule_that_follows() -> None:
+    """On a curve in steps Algorithm 1 stops at the first; over its hull it goes on, and the true time counts."""
+    tokens = np.arange(65)
+    steps = (1.0 + 0.2 * np.ceil(tokens / 16))[None]
+    costs = StepCosts(contexts=(9,), passes=steps, drafts=np.zeros((9, 8)))
+    survival = np.tile(0.9 ** np.arange(1, 8), (8, 1))
+    limits = np.full(8, 7)
+    free = choose_depths(survival, limits, costs, other_tokens=0, context=5.0)
+    judged = convex_from(steps[0], 8)
+    bound = choose_depths(survival, limits, costs, other_tokens=0, context=5.0, judged=judged)
+    assert bound.plain <= bound.throughput <= free.throughput and bound.depth.all()
+    rate = 1.0 / judged
+    lens = greedy_lens(survival, rate)
+    count = int(lens.sum())
+    expected = (8 + sum(sorted(survival.ravel().tolist(), reverse=True)[:count])) / steps[0, 8 + count]
+    assert bound.throughput == pytest.approx(expected)

@@ -94,8 +94,9 @@ class _Bench:
     def __init__(self, target: Target, drafter: BatchDrafter, roster: Roster, *, most_tokens: int) -> None:
         self._target, self._drafter, self._roster = target, drafter, roster
         tables, pages = roster.tables, roster.pages
-        longest = roster.memory.max_len
-        growth = 4 * (REPEATS + 1) * 16  # tokens that the drafter takes in while it is timed
+        longest = min(roster.memory.max_len, tables.max_len - roster.scratch)
+        timings = len(_sizes(tables.seats)) + len(_sizes(max(1, drafter.block_size)))
+        growth = 2 * (REPEATS + 1) * timings  # tokens that the drafter takes in while it is timed
         each = -(-most_tokens // tables.seats)
         self._context = max(1, min(CONTEXT, longest - each, longest - growth))
         room = min(self._context + max(each, growth), longest)
