@@ -13,8 +13,8 @@ prompts that are too long, and floods of more requests than there is room for. C
 - afterwards nothing runs or waits, no page is held, and memory is flat: its median over the last third of the time is
   no more than 5 % and 64 MiB above that of the third before it.
 
-torch keeps the compiled products of a thousand shapes on a CPU, 0.6 MB each, and a server meets new shapes for an hour. That
-would hide a leak, so these caches are kept small here.
+torch keeps the compiled products of a thousand shapes on a CPU, 0.6 MB each, and a server meets new shapes for an hour.
+That would hide a leak, so these caches are kept small here.
 
 Prints one JSON object; exit code 1 if anything failed.
 """
