@@ -41,7 +41,6 @@ from dspark.simulate.workload import Lengths
 ENGINES: dict[str, dict[str, Any]] = {
     "none": {"scheduler": "none"},
     "fixed": {"scheduler": "fixed"},
-    "greedy": {"scheduler": "greedy", "draft_gate": False},
     "lagged": {"scheduler": "lagged", "draft_gate": False},
     "gate:greedy": {"scheduler": "greedy"},
     "gate:lagged": {"scheduler": "lagged"},

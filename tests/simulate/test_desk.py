@@ -94,7 +94,7 @@ def test_open_loop_and_trace(tmp_path: Path) -> None:
     )
     point = json.loads(ran("--trace", str(path), *few))["fields"]["points"][0]
     assert (point["loop"], point["load"]) == ("trace", 9.0)
-    assert "waiting" in ran("--rate", "5", *short, "--scheduler", "none")
+    assert "wait-" in ran("--rate", "5", *short, "--scheduler", "none")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from dspark.maths import skipping
 from dspark.maths.batch_schedulers import StepDrafts
@@ -36,6 +36,19 @@ class Outcome:
     break_even: float  # accepted drafts per drafted request at which this step's drafting paid
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+    """What a step costs, as guards and rules see it. Prompts' tokens and host time are in it already."""
+
+    costs: StepCosts
+    judged: Float[np.ndarray, "tokens_plus_1"] | None  # seconds that the rule goes by instead, by decoding tokens
+
+    def sps(self, drafting: float) -> Float[np.ndarray, "tokens_plus_1"]:
+        """Steps per second by decoding tokens, with so many seconds of drafting."""
+        seconds = self.costs.passes[0] if self.judged is None else self.judged
+        return 1.0 / (seconds + drafting)
+
+
 @runtime_checkable
 class Guard(Protocol):
     """Decides before drafting for whom to draft, from committed rounds alone."""
@@ -44,7 +57,7 @@ class Guard(Protocol):
         """New requests on ``seats``."""
         ...
 
-    def ask(self, seats: Seats, limits: Lens, costs: StepCosts | None, other_tokens: int, context: float) -> Lens:
+    def ask(self, seats: Seats, limits: Lens, weights: Weights | None) -> Lens:
         """Drafts to ask for, 0 to ``limits``."""
         ...
 
@@ -63,7 +76,7 @@ class Pauses:
     def open(self, seats: Seats) -> None:
         self._set(seats, skipping.open_batch(self._policy, len(seats)))
 
-    def ask(self, seats: Seats, limits: Lens, costs: StepCosts | None, other_tokens: int, context: float) -> Lens:
+    def ask(self, seats: Seats, limits: Lens, weights: Weights | None) -> Lens:
         return np.where(self._state.drafts[seats], limits, 0)
 
     def observe(self, outcome: Outcome) -> None:
@@ -90,10 +103,18 @@ class Gate:
             self._history.open(seat)
             self._clock.open(seat)
 
-    def ask(self, seats: Seats, limits: Lens, costs: StepCosts | None, other_tokens: int, context: float) -> Lens:
-        assert costs is not None, "the gate weighs costs"
-        survival = self._history.estimate(seats)
-        depth = choose_depths(survival, limits, costs, other_tokens=other_tokens, context=context).depth.copy()
+    def ask(self, seats: Seats, limits: Lens, weights: Weights | None) -> Lens:
+        assert weights is not None, "the gate weighs costs"
+        choice = choose_depths(
+            self._history.estimate(seats),
+            limits,
+            weights.costs,
+            other_tokens=0,
+            context=0.0,
+            judged=weights.judged,
+            arithmetic=fast_arithmetic(),
+        )
+        depth = choice.depth.copy()
         probed = self._clock.due(seats, depth, limits)
         depth[probed] = limits[probed]
         return depth
@@ -126,19 +147,19 @@ class Decider:
             self._guard = Pauses(seats) if way.guard == "skip" else Gate(seats, block_size=block_size)
 
     @property
-    def weighs_before_drafting(self) -> bool:
-        """Whether :meth:`ask` needs costs."""
-        return isinstance(self._guard, Gate)
+    def weighs(self) -> bool:
+        """Whether costs are weighed, before drafting or after."""
+        return self.way.weighs_costs or isinstance(self._guard, Gate)
 
     def open(self, seats: Seats) -> None:
         if self._guard is not None:
             self._guard.open(seats)
 
-    def ask(self, seats: Seats, limits: Lens, costs: StepCosts | None, other_tokens: int, context: float) -> Lens:
-        """Drafts to ask for, 0 to ``limits``; ``other_tokens`` share the step, ``context`` is tokens per request."""
+    def ask(self, seats: Seats, limits: Lens, weights: Weights | None) -> Lens:
+        """Drafts to ask for, 0 to ``limits``; ``weights`` must be there if the way :attr:`weighs`."""
         if self.way.drafts == "none" or not len(seats):
             return np.zeros_like(limits)
-        return limits if self._guard is None else self._guard.ask(seats, limits, costs, other_tokens, context)
+        return limits if self._guard is None else self._guard.ask(seats, limits, weights)
 
     def choose(self, drafts: StepDrafts) -> Lens:
         """``verify_len`` of each request; ``drafts.sps`` must be there if the way weighs costs."""

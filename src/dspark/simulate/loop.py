@@ -25,10 +25,10 @@ from jaxtyping import Float, Int
 from dspark.errors import ConfigError
 from dspark.maths.batch_schedulers import StepDrafts
 from dspark.maths.skipping import break_even
-from dspark.maths.step_costs import StepCosts
+from dspark.maths.step_costs import StepCosts, convex_from
 from dspark.simulate.acceptance import RoundSource
 from dspark.simulate.costs import Costs
-from dspark.simulate.decider import Decider, Outcome
+from dspark.simulate.decider import Decider, Outcome, Weights
 from dspark.simulate.log import Log
 from dspark.simulate.ways import Way
 from dspark.simulate.workload import Lengths, Requests
@@ -214,14 +214,16 @@ class Engine:
         """Draft, schedule, verify and commit for ``seats``, beside ``chunk_tokens`` tokens of prompts, of which
         ``begun`` answers get their first tokens."""
         pass_seconds = self._pass_seconds(in_flight)
-        asked = self._ask(seats, pass_seconds, chunk_tokens, in_flight)
+        weights = self._weights(len(seats), pass_seconds, chunk_tokens) if self._decider.weighs and len(seats) else None
+        # a round's last token is the target's own: no draft past the answer's end is asked for
+        limits = np.minimum(self._source.block_size, self._output_left[seats] - 1)
+        asked = self._decider.ask(seats, limits, weights)
         drafts, would_accept = self._drafts(seats, asked)
         drafted, plain = int((drafts.proposed > 0).sum()), len(seats) + chunk_tokens
         drafting = float(self._draft_table[np.count_nonzero(asked), asked.max(initial=0)])
         beside = drafting + self._costs.host_seconds
-        if self.way.weighs_costs and len(seats):  # of this step with 0, 1, 2, ... drafts
-            seconds = pass_seconds(plain, plain + drafts.confidence.size) + beside
-            drafts = replace(drafts, sps=np.concatenate((np.zeros(len(seats)), 1.0 / seconds)))
+        if weights is not None:
+            drafts = replace(drafts, sps=weights.sps(drafting))
         lens = self._decider.choose(drafts)
         accepted = np.minimum(would_accept, lens)
         tokens = plain + int(lens.sum())
@@ -260,22 +262,15 @@ class Engine:
         context = int(self._context.sum())
         return lambda first, last: self._costs.target_seconds(first, last, requests=in_flight, context=context)
 
-    def _ask(
-        self,
-        seats: Seats,
-        pass_seconds: Callable[[int, int], Float[np.ndarray, "sizes"]],
-        chunk_tokens: int,
-        in_flight: int,
-    ) -> Int[np.ndarray, "requests"]:
-        """How many drafts to ask for. A round's last token is the target's own: none past the answer's end."""
-        block = self._source.block_size
-        limits = np.minimum(block, self._output_left[seats] - 1)
-        costs = None
-        if self._decider.weighs_before_drafting and len(seats):
-            passes = pass_seconds(1, chunk_tokens + len(seats) * (1 + block)) + self._costs.host_seconds
-            passes = np.concatenate(([0.0], passes))
-            costs = StepCosts(contexts=(1,), passes=passes[None], drafts=self._draft_table)
-        return self._decider.ask(seats, limits, costs, chunk_tokens, self._context.sum() / max(1, in_flight))
+    def _weights(
+        self, requests: int, pass_seconds: Callable[[int, int], Float[np.ndarray, "sizes"]], chunk_tokens: int
+    ) -> Weights:
+        """What this step costs by its decoding tokens."""
+        most = requests * (1 + self._source.block_size)
+        seconds = pass_seconds(chunk_tokens + 1, chunk_tokens + most) + self._costs.host_seconds
+        passes = np.concatenate((seconds[:1], seconds))  # at no token something positive, which nobody asks for
+        judged = convex_from(passes, requests) if self.way.convex else None
+        return Weights(costs=StepCosts(contexts=(1,), passes=passes[None], drafts=self._draft_table), judged=judged)
 
     def _drafts(
         self, seats: Seats, asked: Int[np.ndarray, "requests"]

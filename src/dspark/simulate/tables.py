@@ -11,26 +11,25 @@ from rich.table import Table
 from dspark.simulate.fleet import Plan
 from dspark.simulate.log import Point
 
-LOADS = {"closed": "users", "open": "requests/s", "trace": "requests"}
+LOADS = {"closed": "users", "open": "per s", "trace": "requests"}
 
 
 def points_table(points: Sequence[Point]) -> Table:
     """A row per way and load; the file of results has more columns."""
     loop = points[0].loop
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0)
     table.add_column("scheduler", no_wrap=True)
-    headings = [LOADS[loop], "tokens/s\nin all", "a user's tokens/s\np5 / p50 / p95", "1st token\np95, s"]
-    headings += ["checked\nper round", "commit-\nted", "step\nms", "draft-\ning"]
-    for heading in [*headings, *(["waiting\nat end"] if loop != "closed" else [])]:
-        table.add_column(heading, justify="right")
+    headings = [LOADS[loop], "tok/s\nall", "tok/s\nuser p5", "\np50", "1st tok\np95, s"]
+    headings += ["check-\ned", "commit-\nted", "step\nms", "draft-\ning"]
+    for heading in [*headings, *(["wait-\ning"] if loop != "closed" else [])]:
+        table.add_column(heading, justify="right", no_wrap=True)
     for i, point in enumerate(points):
         speed = point.user_speed
         row = [
             point.scheduler,
             f"{point.load:g}",
             _number(point.throughput),
-            " / ".join(_number(value) for value in (speed.p5, speed.p50, speed.p95)),
-            _number(point.first_token.p95),
+            *(_number(value) for value in (speed.p5, speed.p50, point.first_token.p95)),
             f"{point.verify_tokens:.2f}",
             f"{point.acceptance_length:.2f}",
             f"{1e3 * point.step_seconds:.1f}",
@@ -46,15 +45,17 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("a user's tokens/s,\nat the least", justify="right")
     table.add_column("scheduler")
-    for heading in ("users\nan engine", "tokens/s\nan engine", "engines"):
+    counted = any(each.engines is not None for each in plans)
+    for heading in ("users\nan engine", "tokens/s\nan engine", *(["engines"] if counted else [])):
         table.add_column(heading, justify="right")
     for each in plans:
         if each.users_per_engine is None or each.throughput is None:
-            table.add_row(f"{each.user_speed:g}", each.scheduler, "not reached", "", "")
+            table.add_row(f"{each.user_speed:g}", each.scheduler, "not reached")
             continue
-        engines = "" if each.engines is None else f"{each.engines:,}"
-        reach = f"{math.floor(each.users_per_engine):,}"
-        table.add_row(f"{each.user_speed:g}", each.scheduler, reach, f"{each.throughput:,.0f}", engines)
+        cells = [f"{math.floor(each.users_per_engine):,}", _number(each.throughput)]
+        if each.engines is not None:
+            cells.append(f"{each.engines:,}")
+        table.add_row(f"{each.user_speed:g}", each.scheduler, *cells)
     return table
 
 

@@ -10,6 +10,8 @@ skip              whole blocks, but none for a while for a request whose drafts 
 skip:greedy       the same with another rule for those that are drafted for
 gate:lagged       nobody is drafted for, or only the most promising, where costs say so (maths.draft_gate): what the
                   engine does by default with greedy and lagged
+gate:greedy       likewise, and greedy goes by the convex hull of the costs (maths.step_costs), over which the first
+                  non-gain is the best stop
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ class Way:
     def weighs_costs(self) -> bool:
         """Whether its rule weighs drafts against the cost of a step."""
         return self.rule in ("greedy", "lagged")
+
+    @property
+    def convex(self) -> bool:
+        """Whether its rule goes by the convex hull of the costs."""
+        return self.rule == "greedy" and self.guard == "gate"
 
     def scheduler(self, *, block_size: int, arithmetic: Arithmetic = NUMPY) -> BatchScheduler:
         """Its rule, made anew. What it weighs comes with every step's drafts."""
