@@ -31,6 +31,7 @@ from dspark.models.native import native_ops
 from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
 from dspark.models.ragged import check_batch, last_tokens
+from dspark.models.short_pass import SHORT_TOKENS, short_pass
 from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_max_len, check_taps
 
 ROW_QUANTUM = 8  # rows of a verification pass: the anchor and seven drafts
@@ -105,6 +106,9 @@ class LeanTarget:
         settle(self.products)
         with torch.inference_mode():
             self._rows_alike = self._native is not None and rows_alike(self.products, dtype)
+            self._short = None
+            if self._native is not None and self._rows_alike:
+                self._short = short_pass(self._native, self._layers, self._final_norm)
 
     @property
     def native(self) -> bool:
@@ -199,6 +203,9 @@ class LeanTarget:
         taps: tuple[int, ...],
     ) -> tuple[Tensor, list[Tensor]]:
         """All layers over the flat batch: the final-norm states and the tapped ones."""
+        if self._short is not None and token_ids.shape[0] <= SHORT_TOKENS:
+            full, local = (self._angles(rope, memory.max_len) for rope in (self.config.rope, self.config.local_rope))
+            return self._short(self.embed(token_ids), memory, rows, counts, (full, local), taps)
         ops: Ops = self._native or self._plain
         attend = ops.attention(memory, rows, counts, self._layers, lambda rope: self._angles(rope, memory.max_len))
         tokens = token_ids.shape[0]

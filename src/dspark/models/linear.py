@@ -37,6 +37,7 @@ class Linear:
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
+        self.exact_bias = None if bias is None else bias.float().contiguous()  # for compiled code
         can_pack = packed and weight.device.type == "cpu" and packing_available(weight.dtype)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach()) if can_pack else None
         self._raw = weight if keep_raw or not can_pack else None

@@ -69,40 +69,48 @@ static inline vec exponential(vec x) {
     return pick(x == x, (vec)((uvec)p + ((uvec)shifted << 23)), x); /* nan stays nan */
 }
 
-/* y = x / sqrt(mean(x^2) + eps) * weight per row. With ``added`` x is x + added first, rounded and kept in ``sums``. */
+/* y = x / sqrt(mean(x^2) + eps) * weight. With ``added`` x is x + added first, rounded and kept in ``sums``. */
+static inline void norm_row(const state *x, const state *added, state *sums, state *y, const float *weight, float eps,
+                            int64_t width) {
+    vec squares = {0};
+    for (int64_t i = 0; i < width; i += LANES) {
+        vec v = load(x + i);
+        if (added) {
+            store(sums + i, v + load(added + i));
+            v = load(sums + i);
+        }
+        squares += v * v;
+    }
+    if (added) x = sums;
+    float scale = 1.0f / sqrtf(sum(squares) / (float)width + eps);
+    for (int64_t i = 0; i < width; i += LANES) store(y + i, load(x + i) * scale * *(const vec *)(weight + i));
+}
+
 void rms_norm(const state *x, const state *added, state *sums, state *y, const float *weight, float eps, int64_t rows,
               int64_t width) {
 #pragma omp parallel for if (rows * width > 32768)
-    for (int64_t r = 0; r < rows; r++) {
-        const state *in = x + r * width;
-        vec squares = {0};
-        for (int64_t i = 0; i < width; i += LANES) {
-            vec v = load(in + i);
-            if (added) {
-                store(sums + r * width + i, v + load(added + r * width + i));
-                v = load(sums + r * width + i);
-            }
-            squares += v * v;
-        }
-        if (added) in = sums + r * width;
-        float scale = 1.0f / sqrtf(sum(squares) / (float)width + eps);
-        for (int64_t i = 0; i < width; i += LANES)
-            store(y + r * width + i, load(in + i) * scale * *(const vec *)(weight + i));
-    }
+    for (int64_t r = 0; r < rows; r++)
+        norm_row(x + r * width, added ? added + r * width : 0, added ? sums + r * width : 0, y + r * width, weight, eps,
+                 width);
 }
 
-/* y = activation(gate) * up; ``gate_up`` holds both side by side. */
+/* y = activation(gate) * up for LANES values. */
+static inline void gate_some(const state *gate_at, const state *up_at, state *y) {
+    vec gate = load(gate_at), up = load(up_at);
+#if ACTIVATION == 0 /* silu */
+    vec z = gate;
+#else /* gelu, tanh form: x * sigmoid(2 * u) */
+    vec z = 1.59576912f * (gate + 0.044715f * gate * gate * gate);
+#endif
+    store(y, gate / (1.0f + exponential(-z)) * up);
+}
+
+/* ``gate_up`` holds both side by side. */
 void gated(const state *gate_up, state *y, int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows * width > 4096)
     for (int64_t chunk = 0; chunk < rows * (width / LANES); chunk++) {
         int64_t r = chunk / (width / LANES), i = chunk % (width / LANES) * LANES;
-        vec gate = load(gate_up + 2 * r * width + i), up = load(gate_up + (2 * r + 1) * width + i);
-#if ACTIVATION == 0 /* silu */
-        vec z = gate;
-#else /* gelu, tanh form: x * sigmoid(2 * u) */
-        vec z = 1.59576912f * (gate + 0.044715f * gate * gate * gate);
-#endif
-        store(y + r * width + i, gate / (1.0f + exponential(-z)) * up);
+        gate_some(gate_up + 2 * r * width + i, gate_up + (2 * r + 1) * width + i, y + r * width + i);
     }
 }
 
@@ -296,35 +304,57 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
     }
 }
 
-/* Self-attention over a ragged batch. Returns 0, or 1 if memory for the scores is lacking. */
-int attention(const struct attention *a) {
-    int64_t units = 0, longest = 0, work = 0;
-    struct unit { int64_t first_token, begin, end; } *list = malloc(a->tokens * GROUP * sizeof *list);
-    if (!list) return 1;
+/* A pass's attention cut up: QUERY_BLOCK queries of a request and one key-value head are a unit of work. */
+struct unit { int64_t first_token, begin, end; };
+struct units {
+    struct unit *list; /* of one head */
+    int64_t count, longest, work;
+};
+
+/* Returns 0, or 1 if memory is lacking. */
+static int cut_up(const struct attention *a, struct units *units) {
+    *units = (struct units){malloc(a->tokens * GROUP * sizeof(struct unit)), 0, 0, 0};
+    if (!units->list) return 1;
     for (int64_t t = 0, n; t < a->tokens; t += n) {
         for (n = 1; t + n < a->tokens && a->request[t + n] == a->request[t]; n++);
         for (int64_t begin = 0; begin < n * GROUP; begin += QUERY_BLOCK) {
             int64_t end = begin + QUERY_BLOCK < n * GROUP ? begin + QUERY_BLOCK : n * GROUP;
-            list[units++] = (struct unit){t, begin, end};
+            units->list[units->count++] = (struct unit){t, begin, end};
         }
         int64_t length = a->last[t + n - 1] + 1;
-        longest = length > longest ? length : longest;
-        work += length * n;
+        units->longest = length > units->longest ? length : units->longest;
+        units->work += length * n;
     }
-    int failed = 0;
-#pragma omp parallel if (work * a->kv_heads > 256)
-    {
+    return 0;
+}
+
+/* What each thread of a team does; ``scores`` is its own, or null where there was no memory for it. */
+static void attend_together(const struct attention *a, const struct units *units, float *scores) {
 #pragma omp for
-        for (int64_t t = 0; t < a->tokens; t++) enter(a, t);
-        float *scores = malloc(QUERY_BLOCK * (longest + 3 * LANES) * sizeof *scores);
-        if (!scores) failed = 1;
+    for (int64_t t = 0; t < a->tokens; t++) enter(a, t);
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < units * a->kv_heads; i++) {
-            struct unit u = list[i / a->kv_heads];
-            if (scores) attend(a, u.first_token, i % a->kv_heads, u.begin, u.end, scores);
-        }
+    for (int64_t i = 0; i < units->count * a->kv_heads; i++) {
+        struct unit u = units->list[i / a->kv_heads];
+        if (scores) attend(a, u.first_token, i % a->kv_heads, u.begin, u.end, scores);
+    }
+}
+
+static float *new_scores(const struct units *units) {
+    return malloc(QUERY_BLOCK * (units->longest + 3 * LANES) * sizeof(float));
+}
+
+/* Self-attention over a ragged batch. Returns 0, or 1 if memory for the scores is lacking. */
+int attention(const struct attention *a) {
+    struct units units;
+    int failed = cut_up(a, &units);
+    if (failed) return failed;
+#pragma omp parallel if (units.work * a->kv_heads > 256)
+    {
+        float *scores = new_scores(&units);
+        if (!scores) failed = 1;
+        attend_together(a, &units, scores);
         free(scores);
     }
-    free(list);
+    free(units.list);
     return failed;
 }

@@ -34,7 +34,8 @@ from dspark.models.lean_memory import LeanMemory
 from dspark.models.lean_weights import Layer
 from dspark.models.norm import RMSNorm
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCE = Path(__file__).with_name("short_pass.c")  # which includes the other
+PARTS = (Path(__file__).with_name("native.c"),)
 LANES = 16  # floats that the C code handles at once
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")  # never -ffast-math:
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 _pointer, _int64, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class _Attention(ctypes.Structure):
+class Attention(ctypes.Structure):
     """``struct attention`` of native.c, field by field."""
 
     _fields_ = (
@@ -62,12 +63,12 @@ class NativeOps:
     """The operations of :class:`dspark.models.plain.PlainOps`, compiled."""
 
     def __init__(self, config: DecoderConfig, library: ctypes.CDLL) -> None:
-        self.config = config
+        self.config, self.library = config, library
         self._rms_norm, self._gated, self._attention = library.rms_norm, library.gated, library.attention
         self._rms_norm.argtypes = [_pointer] * 5 + [_float, _int64, _int64]
         self._gated.argtypes = [_pointer, _pointer, _int64, _int64]
         self._rms_norm.restype = self._gated.restype = None
-        self._attention.argtypes = [ctypes.POINTER(_Attention)]
+        self._attention.argtypes = [ctypes.POINTER(Attention)]
 
     def norm(self, x: Float[Tensor, "tokens hidden"], norm: RMSNorm) -> Float[Tensor, "tokens hidden"]:
         """RMSNorm of ``x``."""
@@ -107,21 +108,14 @@ class NativeOps:
         own position (``causal`` False: up to the pass's last of its row), so a ragged batch needs neither padding nor
         masks. ``tables`` gives cosines and sines [positions, head_dim / 2] in fp32.
         """
-        config = self.config
-        pages, where = _places(memory, rows, counts, causal=causal)
-        tokens, width = where.shape[1], config.num_heads * config.head_dim
-        scratch = torch.empty(tokens, width)
-        base, layer_bytes, half_bytes = memory.both.data_ptr(), memory.both[0].nbytes, memory.both[0, 0].nbytes
+        config, width = self.config, self.config.num_heads * self.config.head_dim
+        a, kept = self.places(memory, rows, counts, causal=causal)
+        layer_bytes, half_bytes = memory.both[0].nbytes, memory.both[0, 0].nbytes
+        base, tokens = memory.both.data_ptr(), a.tokens
         angles = {False: tables(config.rope), True: tables(config.local_rope)}
-        a = _Attention(tokens=tokens, kv_heads=config.num_kv_heads, page_size=memory.page_size)
-        a.table, a.stretches = pages.ctypes.data, pages.shape[1]
-        a.request, a.position, a.last = (places.ctypes.data for places in where)
-        a.queries = scratch.data_ptr()
-        a.eps, a.scale, a.softcap = config.rms_eps, config.attention_scale, config.attention_softcap or 0.0
-        kept = (pages, where, scratch, angles)  # alive as long as the function that holds their addresses
 
         def attend(i: int, qkv: Tensor) -> Tensor:
-            layer, angles = layers[i], kept[-1]
+            layer, alive = layers[i], kept  # what the structure points to
             cos, sin = angles[layer.slides]
             out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype)
             out[tokens:] = 0  # rows that only fill the products up
@@ -132,9 +126,24 @@ class NativeOps:
             a.norm = None if layer.qk_norm is None else layer.qk_norm.exact.data_ptr()
             if self._attention(ctypes.byref(a)):
                 raise MemoryError("no memory for attention scores; shorten the context")
+            del alive
             return out
 
         return attend
+
+    def places(
+        self, memory: LeanMemory, rows: Sequence[int], counts: Sequence[int], *, causal: bool
+    ) -> tuple[Attention, tuple[object, ...]]:
+        """What all layers of a pass share; and what must be kept as long as the structure is used."""
+        config = self.config
+        pages, where = _places(memory, rows, counts, causal=causal)
+        scratch = torch.empty(where.shape[1], config.num_heads * config.head_dim)
+        a = Attention(tokens=where.shape[1], kv_heads=config.num_kv_heads, page_size=memory.page_size)
+        a.table, a.stretches = pages.ctypes.data, pages.shape[1]
+        a.request, a.position, a.last = (places.ctypes.data for places in where)
+        a.queries = scratch.data_ptr()
+        a.eps, a.scale, a.softcap = config.rms_eps, config.attention_scale, config.attention_softcap or 0.0
+        return a, (pages, where, scratch)
 
 
 def _places(
@@ -181,7 +190,7 @@ def native_wanted() -> bool:
 
 @functools.cache
 def _build(bfloat16: bool, head_dim: int, group: int, activation: int) -> ctypes.CDLL | None:
-    """native.c for one kind of model."""
+    """short_pass.c with native.c for one kind of model."""
     return compiled(
         SOURCE,
         (
@@ -190,18 +199,23 @@ def _build(bfloat16: bool, head_dim: int, group: int, activation: int) -> ctypes
             f"-DGROUP={group}",
             f"-DACTIVATION={activation}",
         ),
+        PARTS,
     )
 
 
-def compiled(source: Path, defines: tuple[str, ...]) -> ctypes.CDLL | None:
-    """Compile ``source``, or take it from the cache folder; None without a working compiler."""
+def compiled(source: Path, defines: tuple[str, ...], includes: tuple[Path, ...] = ()) -> ctypes.CDLL | None:
+    """Compile ``source``, or take it from the cache folder; None without a working compiler.
+
+    ``includes``: the files beside it that it includes.
+    """
     compiler = _compiler()
     if compiler is None:
         _log.info("no C compiler found; the plain operations serve")
         return None
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     threads = ("-fopenmp",) if _shares_threads() else ()
-    parts = (source.read_text(), *FLAGS, *threads, *defines, *compiler, version, _cpu())
+    texts = [path.read_text() for path in (source, *includes)]
+    parts = (*texts, *FLAGS, *threads, *defines, *compiler, version, _cpu())
     name = f"{source.stem}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
     path = dspark_home() / "native" / name
     if not path.is_file():

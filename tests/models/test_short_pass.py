@@ -1,0 +1,130 @@
+"""A short pass in one call has the bits of the layers run one by one; where its products are not the library's, it is
+not used."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tiny_models import LAYERS, VOCAB, tiny_model
+from torch import Tensor
+
+from dspark.models import short_pass
+from dspark.models.decoder_config import from_transformers
+from dspark.models.lean import LeanTarget
+from dspark.models.linear import Linear
+from dspark.models.paged_memory import PageTables
+from dspark.models.short_pass import ShortPass
+from dspark.models.target import FINAL
+
+# Sizes that the library packs as the compiled products read them; 6 query heads over 2 key-value heads.
+SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
+FAMILIES = ("llama3-rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3")  # biases, norms, windows, caps
+TAPS = (-1, 0, LAYERS - 2, FINAL)
+
+
+@functools.cache
+def lean(name: str, dtype: torch.dtype = torch.bfloat16) -> LeanTarget:
+    model = tiny_model(name, **SHAPE)
+    return LeanTarget(from_transformers(model.config), dict(model.state_dict()), name=name, dtype=dtype)
+
+
+@functools.cache
+def supported() -> bool:
+    """Whether this machine multiplies bfloat16 as the compiled code does; judged by one product, not by the models."""
+    ops = lean("llama3-rope")._native
+    if ops is None or not hasattr(ops.library, "short_pass"):
+        return False
+    return short_pass._agree([Linear(torch.randn(192, 192).bfloat16())], 96, ops.library)
+
+
+def tokens(length: int, seed: int) -> Tensor:
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def both_ways(target: LeanTarget, monkeypatch: pytest.MonkeyPatch, rows: list[int], counts: list[int]) -> None:
+    """The same pass over pages in one call and layer by layer: results, and the memory that it leaves."""
+    outs, pages = [], []
+    for whole in (True, False):
+        tables = PageTables(seats=3, pages_per_seat=8, page_size=5)
+        memory = target.new_paged_memory(tables, pages=24)
+        for seat in range(3):
+            tables.assign(seat, [seat + 3 * i for i in range(8)])
+        target.forward(tokens(37, 1), memory, rows=[0, 1, 2], counts=[3, 11, 23])
+        with monkeypatch.context() as patch:
+            if not whole:
+                patch.setattr(target, "_short", None)
+            out = target.forward(tokens(sum(counts), 2), memory, rows=rows, counts=counts, taps=TAPS)
+        outs.append((out.logits, out.features, out.final))
+        pages.append(memory.both)
+    for mine, theirs in zip(*outs, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(pages[0], pages[1])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equals_the_layers_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    target = lean(name)
+    assert isinstance(target._short, ShortPass), "sizes chosen to be covered"
+    for rows, counts in (([1], [1]), ([2], [8]), ([2, 0, 1], [1, 5, 7]), ([0, 1, 2], [6, 4, 6])):
+        both_ways(target, monkeypatch, rows, counts)
+
+
+def test_equals_them_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    torch.set_num_threads(2)
+    try:
+        both_ways(lean("qwen3"), monkeypatch, [2, 0], [5, 3])
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_longer_passes_go_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = lean("qwen3")
+    monkeypatch.setattr(target, "_short", lambda *arguments, **options: pytest.fail("not short"))
+    target.forward(tokens(short_pass.SHORT_TOKENS + 1, 0), target.new_memory(rows=1, max_len=32))
+
+
+def test_float32_goes_layer_by_layer() -> None:
+    assert lean("llama3-rope", torch.float32)._short is None
+
+
+def test_products_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong bit in one product of one layer, and a layout that is not the one we read."""
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    target = lean("qwen3")
+    assert target._native is not None
+    made = functools.partial(short_pass.short_pass, target._native, target._layers, target._final_norm)
+    assert made() is not None
+    library = Linear.__call__
+
+    def spoilt(self: Linear, x: Tensor) -> Tensor:
+        y = library(self, x)
+        if self is target._layers[0].down:
+            y.view(torch.int16)[-1, -1] ^= 1
+        return y
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Linear, "__call__", spoilt)
+        assert made() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(Linear, "place", lambda self: (0, 0))
+        assert made() is None
+    assert made() is not None
+
+
+def test_the_order_of_sums_is_found() -> None:
+    """Sums over many inputs join piece by piece; a trial with any other piece fails."""
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    target = lean("qwen3")
+    assert target._native is not None
+    linears = [Linear(torch.randn(3072, 1536).bfloat16()) for _ in range(4)]
+    sizes = (768, *(size for size in short_pass.PIECES if size < 768))
+    right = [size for size in sizes if short_pass._agree(linears, size, target._native.library)]
+    assert len(right) == 1, "one order fits, or this library has another"
