@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from dspark.chat import ChatFormat
 from dspark.errors import DsparkError, RequestError
@@ -20,10 +19,9 @@ from dspark.maths.batch_verification import BatchVerdict
 from dspark.maths.step_costs import StepCosts
 from dspark.models.batch_drafter import batched
 from dspark.models.drafter import Drafter, NoDrafter
-from dspark.models.native_logprobs import row_logprobs
-from dspark.models.native_verification import verify_batch
 from dspark.models.target import Target
-from dspark.serve.batch import Judged, Step, StepBatch, StepOutput, kept_tokens, prompt_chunks
+from dspark.serve.batch import Step, StepBatch, StepOutput, prompt_chunks
+from dspark.serve.commit import Commit, verify
 from dspark.serve.confidences import Confidences
 from dspark.serve.counters import Counters
 from dspark.serve.drafting import make_planner
@@ -31,7 +29,7 @@ from dspark.serve.errors import EngineClosed, QueueFull
 from dspark.serve.events import EngineStats, StepEvent
 from dspark.serve.flight import Flight, open_flight
 from dspark.serve.lazy import LazyDrafter
-from dspark.serve.outcome import Outcome, take_in
+from dspark.serve.outcome import Outcome
 from dspark.serve.request import GenerationRequest
 from dspark.serve.roster import make_roster
 from dspark.serve.settings import EngineConfig
@@ -67,6 +65,7 @@ class Engine:
             costs = measure_costs(target, self.drafter, self.roster, prefill_tokens=self.config.prefill_tokens)
         self.planner = make_planner(self.drafter, self.config, costs=costs, confidences=confidences)
         self.counters = Counters(self.drafter.block_size)
+        self._commit = Commit(self.roster, self.drafter, target.info.device, fail=self._fail)
         self._by_id: dict[str, Flight] = {}
         self._outcomes: list[Outcome] = []  # committed and not yet told
         self._untold: list[Outcome] = []  # of requests that ended outside a step's commit
@@ -237,118 +236,22 @@ class Engine:
         seconds, started = self.counters.seconds, time.perf_counter()
         seconds["target"] += output.seconds
         try:
-            verdict = self._verify(batch, output)
+            verdict = verify(batch, output)
             verified = time.perf_counter()
             seconds["verify"] += verified - started
-            self._take_in(batch, output, verdict)
-            outcomes = self._commit(batch, output, verdict)
+            feeding = self._commit.take_in(batch, output, verdict)
+            outcomes = self._commit.append(batch, output, verdict)
             self._count(step, batch, verdict)
         except Exception as error:
             self._fail_all(batch.flights, error)
             return []
-        seconds["commit"] += time.perf_counter() - verified
-        return outcomes
-
-    def _verify(self, batch: StepBatch, output: StepOutput) -> BatchVerdict | None:
-        if output.logits is None or not batch.judged:
-            return None
-        flights = [judged.flight for judged in batch.judged]
-        return verify_batch(
-            output.logits[: batch.judged_rows],
-            [judged.verify_len for judged in batch.judged],
-            batch.proposal,
-            [flight.request.sampling for flight in flights],
-            [flight.streams for flight in flights],
-            [flight.shaper for flight in flights],
-            draft_rows=[judged.draft_row for judged in batch.judged],
-        )
-
-    def _take_in(self, batch: StepBatch, output: StepOutput, verdict: BatchVerdict | None) -> None:
-        """Keep the rows of prompts, anchors and accepted drafts, in the target's memory and in the drafter's."""
-        kept = list(batch.counts)
-        if verdict is not None:
-            for judged, accepted in zip(batch.judged, verdict.accepted.tolist(), strict=True):
-                if judged.decoded:
-                    kept[judged.index] = accepted + 1
-        for flight, count in zip(batch.flights, kept, strict=True):
-            flight.computed += count
-            self.roster.memory.rollback(flight.seat, flight.computed)
-        if self.drafter.block_size == 0:
-            return
-        token_ids = torch.tensor(batch.token_ids, dtype=torch.long, device=self.target.info.device)
-        features = output.features
-        if sum(kept) < len(batch.token_ids):
-            places = kept_tokens(batch.starts, kept).to(token_ids.device)
-            token_ids = token_ids[places]
-            features = None if features is None else features[places]
-        started = time.perf_counter()
-        self.drafter.extend(batch.seats, kept, token_ids, features)
-        spent = time.perf_counter() - started
-        self.counters.seconds["draft"] += spent  # taking features in is drafting too
-        self.counters.seconds["commit"] -= spent
-
-    def _commit(self, batch: StepBatch, output: StepOutput, verdict: BatchVerdict | None) -> list[Outcome]:
-        """Append tokens, end what has ended, offer whole pages for sharing."""
-        outcomes: list[Outcome] = []
-        self._tell_prompts(batch, output)
-        row = 0
-        drawn = [] if verdict is None else zip(verdict.accepted.tolist(), verdict.next_tokens.tolist(), strict=True)
-        for i, (judged, (accepted, next_token)) in enumerate(zip(batch.judged, drawn, strict=True)):
-            assert verdict is not None
-            first, row = row, row + judged.verify_len + 1
-            if i in verdict.errors:
-                self._fail(judged.flight, verdict.errors[i])
-                continue
-            try:
-                outcomes.append(self._commit_one(judged, accepted, next_token, output.logits, first))
-            except Exception as error:
-                self._fail(judged.flight, error)
-        self._offer(batch.flights, [outcome.flight for outcome in outcomes if outcome.finish_reason is not None])
+        seconds["draft"] += feeding  # taking features in is drafting too
+        seconds["commit"] += time.perf_counter() - verified - feeding
         for outcome in outcomes:
+            self.counters.completion_tokens += len(outcome.token_ids)
             if outcome.finish_reason is not None:
                 self._close(outcome.flight, outcome.finish_reason)
         return outcomes
-
-    def _offer(self, flights: Sequence[Flight], ending: Sequence[Flight]) -> None:
-        """Offer whole pages for sharing; of a request that ends, all of them: the drafter takes their tokens in now."""
-        roster = self.roster
-        if not roster.sharing:
-            return
-        if any(roster.whole(flight) > roster.whole(flight, fed=True) for flight in ending if flight.seat >= 0):
-            self.drafter.catch_up()
-        for flight in flights:
-            if flight.seat >= 0:
-                roster.publish(flight)
-
-    def _commit_one(self, judged: Judged, accepted: int, next_token: int, logits: Tensor | None, first: int) -> Outcome:
-        """A round's new tokens; ``first`` is the request's first row of ``logits``."""
-        flight, drafts = judged.flight, judged.drafts
-        outcome = take_in(flight, [*drafts[:accepted], next_token])
-        run = outcome.token_ids
-        if flight.shaper is not None:
-            flight.shaper.commit(run)
-        if (top := flight.request.logprobs) is not None:
-            assert logits is not None
-            outcome.logprobs = tuple(row_logprobs(logits[first : first + len(run)], run, top=top))
-        if flight.request.prompt_logprobs is not None and flight.output_len == len(run):
-            outcome.prompt_logprobs = tuple(flight.prompt_logprobs)
-        outcome.drafted, outcome.verify_len = len(drafts), judged.verify_len
-        outcome.accepted = min(accepted, len(run))
-        outcome.rejected_ids = tuple(drafts[outcome.accepted : judged.verify_len])
-        self.counters.completion_tokens += len(run)
-        return outcome
-
-    def _tell_prompts(self, batch: StepBatch, output: StepOutput) -> None:
-        """Log-probabilities of the prompt tokens that the rows of this step's chunks predict."""
-        row = batch.judged_rows
-        for i in batch.told:
-            flight, count = batch.flights[i], batch.counts[i]
-            following = flight.ids[flight.computed - count + 1 : min(flight.computed + 1, flight.prompt_len)]
-            assert output.logits is not None and flight.request.prompt_logprobs is not None
-            rows = output.logits[row : row + len(following)]
-            if following:
-                flight.prompt_logprobs += row_logprobs(rows, following, top=flight.request.prompt_logprobs)
-            row += count
 
     def _count(self, step: Step, batch: StepBatch, verdict: BatchVerdict | None) -> None:
         counters = self.counters
