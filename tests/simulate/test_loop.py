@@ -173,6 +173,15 @@ def test_guards_leave_hopeless_drafts_alone() -> None:
         assert guarded.drafted_share < 0.15 and guarded.throughput > 0.95 * plain.throughput, name
 
 
+def test_a_gate_is_never_a_loss_on_a_crowded_machine() -> None:
+    """256 users on a curve in steps, where drafting for all costs more than it brings: blind greedy loses a fifth."""
+    crowded = scene(lengths=Lengths(output_tokens=2000.0), costs=SyntheticCosts(ns_per_context_token=0.0), steps=60)
+    plain, blind = (closed_loop(crowded, read_way(name), 256) for name in ("none", "greedy"))
+    assert blind.throughput < 0.85 * plain.throughput
+    for name in ("gate:greedy", "gate:lagged"):
+        assert closed_loop(crowded, read_way(name), 256).throughput > 0.95 * plain.throughput, name
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
