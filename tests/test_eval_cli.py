@@ -18,7 +18,7 @@ from dspark.core import SamplingParams
 from dspark.errors import ConfigError, DataError, ScheduleError
 from dspark.eval_plays import EvalConfig
 from dspark.evaluate.records import find_cells, read_answers
-from dspark.verbs.eval import evaluate
+from dspark.verbs.evaluating import evaluate
 
 
 @pytest.fixture(scope="module")

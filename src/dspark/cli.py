@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 import dspark
 from dspark import cache_cli
 from dspark.errors import DsparkError
-from dspark.verbs import decoding, eval, formats, load, material, measuring, report, serve, simulate, training
+from dspark.verbs import decoding, evaluating, formats, load, material, measuring, report, serve, simulate, training
 from dspark.verbs.options import EXIT_INTERRUPTED, EXIT_USER_ERROR
 
 
@@ -83,7 +83,7 @@ def _dspark(
     pass
 
 
-_VERBS = {
+_VERBS: dict[str, Callable[..., None]] = {
     "generate": decoding.generate,
     "chat": decoding.chat,
     "serve": serve.serve,
@@ -92,7 +92,7 @@ _VERBS = {
     "answers": material.answers,
     "train": training.train,
     "audit": measuring.audit,
-    "eval": eval.evaluate,
+    "eval": evaluating.evaluate,
     "calibrate": measuring.calibrate,
     "profile": measuring.profile_costs,
     "simulate": simulate.simulate,

@@ -101,7 +101,9 @@ def config(**given: Any) -> LoadConfig:
 def test_a_closed_loop_keeps_its_users_busy_and_no_more() -> None:
     with serving() as (url, kind):
         way = Way(name="ours", url=url, model="tiny")
-        found = run(way, Pattern(kind="closed", level=3.0), config().requests(Pattern(kind="closed", level=3.0)), config())
+        found = run(
+            way, Pattern(kind="closed", level=3.0), config().requests(Pattern(kind="closed", level=3.0)), config()
+        )
     assert (found.requests, found.ok, found.refused, found.failed, found.tokens) == (6, 6, 0, 0, 18)
     assert kind.most == 3
     assert sorted(request["messages"][0]["content"] for request in kind.asked) == ["a"] * 3 + ["b"] * 3
