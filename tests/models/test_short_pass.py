@@ -69,7 +69,13 @@ def test_equals_the_layers_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch
         pytest.skip("no compiler, or other products of bfloat16")
     target = lean(name)
     assert isinstance(target._short, ShortPass), "sizes chosen to be covered"
-    for rows, counts in (([1], [1]), ([2], [8]), ([2, 0, 1], [1, 5, 7]), ([0, 1, 2], [6, 4, 6])):
+    for rows, counts in (
+        ([1], [1]),
+        ([2], [8]),
+        ([2, 0, 1], [1, 5, 7]),
+        ([0, 1, 2], [6, 4, 6]),
+        ([1, 2, 0], [29, 17, 20]),
+    ):
         both_ways(target, monkeypatch, rows, counts)
 
 
@@ -86,7 +92,7 @@ def test_equals_them_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_longer_passes_go_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     target = lean("qwen3")
     monkeypatch.setattr(target, "_short", lambda *arguments, **options: pytest.fail("not short"))
-    target.forward(tokens(short_pass.SHORT_TOKENS + 1, 0), target.new_memory(rows=1, max_len=32))
+    target.forward(tokens(short_pass.SHORT_TOKENS + 1, 0), target.new_memory(rows=1, max_len=200))
 
 
 def test_float32_goes_layer_by_layer() -> None:

@@ -1,4 +1,4 @@
-/* All layers of a short pass in one call: a decode step, or a block of drafts to be verified.
+/* All layers of a short pass in one call: decode steps, or blocks of drafts to be verified.
  *
  * Such a pass reads every weight once, and the time between its products is what can be saved. The products here read
  * the library's own packed weights, [out / 64][in / 2][64][2], and add up in the library's order, piece by piece, so that

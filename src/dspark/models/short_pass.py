@@ -1,11 +1,14 @@
-"""All layers of a short pass in one compiled call: a decode step, or a block of drafts to be verified.
+"""All layers of a pass in one compiled call: decode steps, and blocks of drafts to be verified, of many requests.
 
-Over one to sixteen tokens a pass takes as long as reading the weights does, and what the caller of the products does in
-between: starting each of 120 products costs the library ten microseconds and more, Python and small allocations another
-few milliseconds a pass. ``short_pass.c`` runs the same layers between two barriers of one team of threads. It reads the
+Over a few tokens a pass takes as long as reading the weights does, and what the caller of the products does in between:
+starting each of 120 products costs the library ten microseconds and more, Python and small allocations another few
+milliseconds a pass. ``short_pass.c`` runs the same layers between the barriers of one team of threads. It reads the
 library's own packed weights, in a layout and with an order of sums that are not documented; so both are found out by
 trial, and the call is used only if its products equal the library's bit for bit. Elsewhere (other CPUs, float32, other
 layouts) the layers run one by one.
+
+Of SmolLM2 in bfloat16 on one thread of a Zen 4, a pass over 1, 8, 16, 64 and 256 tokens took 0.49, 0.60, 0.72, 0.83 and
+0.93 of the time that it took layer by layer; its cost rises in steps of four tokens, the library's in steps of eight.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dspark.models.native import Attention, NativeOps
 from dspark.models.norm import RMSNorm
 from dspark.models.target import FINAL
 
-SHORT_TOKENS = 16  # above, the library's blocking for larger products wins
+SHORT_TOKENS = 128  # more are prompts; the library blocks large products of wide models better
 BLOCK = 64  # output columns that lie together in packed weights
 PIECES = (1024, 512, 256, 128, 64, 32)  # pairs of inputs that the library may add up at a time, if not all
 TRIAL_ROWS, TRIALS = 24, 400_000  # rows of a trial product, and results compared for each shape
