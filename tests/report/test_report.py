@@ -125,7 +125,11 @@ def test_shapes_are_told_apart(made: Path) -> None:
 
 def test_thresholds_and_calibration(made: Path) -> None:
     rows = [r for r in data(made, "figure-5-threshold") if r["domain"] == "math"]
-    assert rows[0]["threshold"] == 0.0 and rows[0]["acceptance_rate"] < rows[-1]["acceptance_rate"]
+    assert (
+        rows[0]["threshold"] == 0.0
+        and rows[0]["checked"] == 480
+        and rows[0]["acceptance_rate"] < rows[-1]["acceptance_rate"]
+    )
     content = json.loads((made / "out" / "figure-6-reliability.json").read_text())["fields"]
     quality = content["Quality by position"]
     assert [row["position"] for row in quality] == [1, 2, 3, 4]

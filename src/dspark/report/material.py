@@ -22,6 +22,9 @@ class Columns:
     names: tuple[str, ...]
     rows: tuple[Row, ...]
 
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.names) for row in self.rows), f"rows of another length than {self.names}"
+
     def where(self, **values: Any) -> list[Row]:
         """Rows whose columns have these values."""
         places = {self.names.index(name): value for name, value in values.items()}

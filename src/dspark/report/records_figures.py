@@ -209,9 +209,7 @@ def threshold_figure(cells: Sequence[Cell], temperature: float) -> Figure:
         caption=f"Share of checked drafts that are accepted when {cell.label}'s blocks are cut at the first confidence "
         f"under a threshold, and what is left of tokens per round. Full-length rounds at temperature {temperature:g} "
         f"({rounds}), each cut where the threshold would have cut it. {note}",
-        data=Columns(
-            names=("domain", "threshold", "acceptance_rate", "acceptance_length", "verify_len"), rows=tuple(rows)
-        ),
+        data=Columns(names=SWEEP, rows=tuple(rows)),
         commands=commands_of([cell]),
     )
 
