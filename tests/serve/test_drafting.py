@@ -104,6 +104,18 @@ def test_rounds_teach_the_gate_and_probes_bring_it_back() -> None:
     assert drafted[-1] == SEATS  # they live again: it came back
 
 
+def test_what_is_only_guessed_is_tried_on_a_few() -> None:
+    passes = np.ones((1, 12 * (1 + BLOCK) + 1))
+    flat = StepCosts(contexts=(100,), passes=passes, drafts=np.zeros((13, BLOCK + 1)))
+    one = DraftPlanner(Scripted(0.9), GreedyBatch(np.ones(99)), seats=12, costs=flat, gated=True)
+    drafted = []
+    for _ in range(6):
+        plan = one.plan(flights(12), other_tokens=0)
+        drafted.append(int((plan.asked > 0).sum()))
+        one.observe(plan, {i: int(plan.verify_lens[i]) for i in range(12)})
+    assert drafted == [4, 4, 4, 4, 12, 12]
+
+
 @pytest.mark.parametrize("scheduler", [GreedyBatch(np.ones(99)), LaggedBatch(np.ones(99), block_size=BLOCK)])
 def test_survivals_so_far_stand_in_for_missing_confidences(scheduler: Any) -> None:
     one = planner(Scripted(None), scheduler, costs=costs(0.0))

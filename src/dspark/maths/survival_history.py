@@ -68,6 +68,7 @@ class SurvivalHistory:
             raise ScheduleError(f"pull is {pull}; it must be positive")
         self._fade, self._rust, self._pull, self._pool_fade = fade, rust, pull, pool_fade
         self._sums, self._weights = np.zeros((rows, block_size)), np.zeros(rows)
+        self.rounds = 0  # observed so far
         self._pool_sum, self._pool_weight = np.full(block_size, guess).cumprod() * pull, pull
 
     @property
@@ -85,6 +86,7 @@ class SurvivalHistory:
             return
         self._sums[rows] = self._fade * self._sums[rows] + survival
         self._weights[rows] = self._fade * self._weights[rows] + 1.0
+        self.rounds += len(rows)
         fade = self._pool_fade ** len(rows)
         self._pool_sum = fade * self._pool_sum + survival.sum(0)
         self._pool_weight = fade * self._pool_weight + len(rows)

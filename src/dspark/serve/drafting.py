@@ -36,6 +36,7 @@ from dspark.serve.settings import EngineConfig
 Lens = Int[np.ndarray, "requests"]
 Sps = Float[np.ndarray, "more_tokens_plus_1"]
 
+FIRST_ROUNDS, FIRST_REQUESTS = 16, 4  # until so many rounds are known, so many requests at most are drafted for
 MOST_CURVES = 512  # convex curves that are kept, one per number of requests and other tokens
 
 
@@ -140,6 +141,8 @@ class DraftPlanner:
         probed = self._clock.due(rows, choice.depth, limits)
         depth = choice.depth.copy()
         depth[probed] = limits[probed]
+        if self.history.rounds < FIRST_ROUNDS:  # what is only guessed is tried on a few
+            depth[np.flatnonzero(depth)[FIRST_REQUESTS:]] = 0
         return depth
 
     def _judged(self, requests: int, other_tokens: int, context: float) -> Float[np.ndarray, "tokens_plus_1"] | None:
