@@ -43,7 +43,7 @@ class FakeEngine:
         self.seats, self.max_waiting, self.step_seconds, self.fail = seats, max_waiting, step_seconds, fail
         self.running: set[str] = set()
         self.waiting: list[asyncio.Event] = []
-        self.closed = False
+        self.closed, self.healthy = False, True
         self.counts: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
         self.verify_lens, self.verified, self.accepted = [0] * (BLOCK + 1), [0] * BLOCK, [0] * BLOCK

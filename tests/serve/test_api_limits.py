@@ -169,12 +169,26 @@ def test_values_without_effect_are_taken(direct: Direct) -> None:
         assert direct.post("/v1/chat/completions", {**CHAT, name: value}).status_code == 200, name
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [b"", b"{", b"[1]", b'"x"', b"null", b"\xff\xfe", b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1, "a": 2}',
-     b'{"a": "\\ud800"}', b"[" * 100_000, b'{"a":' * 100_000, b'{"a": ' + b"9" * 10_000 + b"}", b'{"a": 1e999}'],
-    ids=range(14),
-)  # fmt: skip
+NO_JSON = [
+    b"",
+    b"{",
+    b"[1]",
+    b'"x"',
+    b"null",
+    b"\xff\xfe",
+    b'{"a": NaN}',
+    b'{"a": Infinity}',
+    b'{"a": 1, "a": 2}',
+    b'{"a": "\\ud800"}',
+    b'{"a": 1e999}',
+    b'{"a": ' + b"9" * 10_000 + b"}",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    json.dumps({str(i): 1 for i in range(10_001)}).encode(),
+]
+
+
+@pytest.mark.parametrize("raw", NO_JSON, ids=range(len(NO_JSON)))
 def test_bodies_that_are_no_json(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_object(raw)
@@ -211,6 +225,9 @@ def test_paths_methods_and_headers(direct: Direct) -> None:
     error_of(direct.post("/v1/chat/completions", {**CHAT, "model": "x"}), 404)
     assert "model" in error_of(direct.post("/v1/chat/completions", {**CHAT, "model": None}))["message"]
     assert direct.get("/health").json() == {"status": "ok"}
+    direct.engine.healthy = False
+    assert direct.get("/health").status_code == 503 and direct.get("/health").json() == {"status": "failed"}
+    direct.engine.healthy = True
     assert direct.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     assert direct.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req-")
     page = direct.get("/")

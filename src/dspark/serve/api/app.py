@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +107,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        body = read_body(CompletionRequest, await read_json(request, config))
+        body = await read_json(request, config, partial(read_body, CompletionRequest))
         check_model(body.model)
         return Answering(service, body)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        body = read_body(ChatRequest, await read_json(request, config))
+        body = await read_json(request, config, partial(read_body, ChatRequest))
         check_model(body.model)
         return Answering(service, body)
 
@@ -142,10 +143,9 @@ def _add_measurements(app: FastAPI, service: Service) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        """200 while requests are taken, 503 once they are not."""
-        down = service.stopping.is_set() or not getattr(service.engine, "healthy", True)
-        status = "stopping" if service.stopping.is_set() else "failed" if down else "ok"
-        return JSONResponse({"status": status}, status_code=503 if down else 200)
+        """200 while requests are taken and worked on, 503 once they are not."""
+        status = "stopping" if service.stopping.is_set() else "ok" if service.engine.healthy else "failed"
+        return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -40,6 +40,11 @@ class AnyEngine(Protocol):
         """A picture of the engine."""
         ...
 
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and worked on."""
+        ...
+
 
 class Service:
     """One server's state. Everything here happens in the event loop's thread, but for :meth:`plan`'s work."""
