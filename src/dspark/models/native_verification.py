@@ -2,8 +2,9 @@
 
 Verdicts are those of the plain form to the last bit. ``verify.c`` computes in fp32 what the plain form does, with other
 roundings, and knows how far the two can lie apart; a request whose coin or draw falls so near an edge that they could
-disagree (one in some hundred thousand coins) is handed to the plain form, with the same uniforms. Where there is no
-compiler, or the logits are on another device, the plain form does it all.
+disagree (about one request in a hundred, mostly in the draw of a residual's unlikely tokens) is handed to the plain
+form, with the same uniforms. Where there is no compiler, or the logits are on another device, the plain form does it
+all.
 """
 
 from __future__ import annotations

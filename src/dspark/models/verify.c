@@ -4,8 +4,8 @@
  * very same verdicts, or says that it cannot tell. Weights are fp32 exp((logit - max) / temperature) of the same
  * arguments as there, so two exponentials may differ in their last places, and sums are rounded otherwise. Every
  * comparison that decides something is therefore made with a margin that covers those differences; where a coin or a
- * draw falls inside the margin the request is UNSURE, and the reference decides it. Margins are parts in a million, and
- * so are such requests.
+ * draw falls inside the margin the request is UNSURE, and the reference decides it. Margins are parts in a million of the
+ * mass, more of a residual's; about one request in a hundred falls into one.
  *
  * What is computed of a row, as far as a decision needs it:
  *
