@@ -234,7 +234,7 @@ def test_kills_in_every_stage_leave_no_trace(qwen3: str, whole: Path, tmp_path: 
 
 
 def test_a_killed_training_says_what_is_done_again(qwen3: str, whole: Path, tmp_path: Path) -> None:
-    config = road_config(qwen3, tmp_path / whole.name)
+    config = road_config(qwen3, tmp_path / whole.name, fields={"save_seconds": 3600.0})  # however slow the machine is
     killed(config, "train", 12)
     killed(config, "calibrate", 1)
     said = [line for line in (tmp_path / "said").read_text().splitlines() if "training goes on" in line]
