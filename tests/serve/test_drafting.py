@@ -95,12 +95,12 @@ def test_the_gate_looks_at_committed_rounds_and_at_nothing_of_its_step() -> None
 def test_rounds_teach_the_gate_and_probes_bring_it_back() -> None:
     one = planner(Scripted(0.9), GreedyBatch(np.ones(99)), costs=costs(), gated=True)
     fleet, drafted = flights(), []
-    for step in range(200):
+    for step in range(900):
         plan = one.plan(fleet, other_tokens=0)
         drafted.append(int((plan.asked > 0).sum()))
-        lives = step >= 120
+        lives = step >= 300
         one.observe(plan, {i: int(plan.verify_lens[i]) if lives else 0 for i in range(SEATS)})
-    assert drafted[0] == SEATS and 0 < sum(drafted[30:120]) < 0.15 * SEATS * 90  # dead drafts: probes alone
+    assert drafted[0] == SEATS and 0 < sum(drafted[30:300]) < 0.03 * SEATS * 270  # dead drafts: probes alone
     assert drafted[-1] == SEATS  # they live again: it came back
 
 

@@ -101,7 +101,7 @@ def _grid(most: int) -> list[int]:
 class ProbeClock:
     """When refused requests are drafted for regardless, and which: those that have waited longest, a few at a time."""
 
-    def __init__(self, rows: int, *, first_pause: int = 8, longest_pause: int = 128, requests: int = 4) -> None:
+    def __init__(self, rows: int, *, first_pause: int = 8, longest_pause: int = 256, requests: int = 2) -> None:
         """Pauses in steps; ``requests``: most of one probe."""
         if not 1 <= first_pause <= longest_pause or requests < 1:
             raise ScheduleError(
