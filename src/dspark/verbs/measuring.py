@@ -15,6 +15,7 @@ from dspark.verbs.options import (
     SAMPLING,
     CalibrationFile,
     Candidates,
+    Context,
     Device,
     DrafterSpec,
     Dtype,
@@ -43,7 +44,7 @@ from dspark.verbs.options import (
 
 
 def bench(
-    context: typer.Context,
+    context: Context,
     prompts: Annotated[
         list[Path] | None,
         typer.Option("--prompts", help="JSONL with `turns` or `prompt`, may be repeated; default: built-in prompts."),

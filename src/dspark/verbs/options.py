@@ -16,7 +16,11 @@ import typer
 from dspark.errors import DataError
 
 if TYPE_CHECKING:
+    from typer import Context
+
     from dspark.core import SamplingParams
+else:
+    Context = typer.Context.__base__  # what typer passes is of this class, not of the one that it names
 
 EXIT_FAILED = 1  # an audit that did not pass
 EXIT_USER_ERROR = 2
