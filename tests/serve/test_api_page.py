@@ -92,6 +92,7 @@ def complaints(browser: Any) -> list[str]:
 
 def open_page(browser: Any, server: Running) -> None:
     browser.get(server.url)
+    browser.get_log("browser")  # the last test's page may have missed its server
     browser.execute_script("sessionStorage.clear(); localStorage.clear()")
     browser.refresh()
 
