@@ -7,11 +7,13 @@ import functools
 
 import pytest
 import torch
+from tiny_drafter import tiny_drafter
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor
 
 from dspark.models import short_pass
 from dspark.models.decoder_config import from_transformers
+from dspark.models.dspark import DsparkDrafter
 from dspark.models.lean import LeanTarget
 from dspark.models.linear import Linear
 from dspark.models.paged_memory import PageTables
@@ -134,3 +136,33 @@ def test_the_order_of_sums_is_found() -> None:
     sizes = (768, *(size for size in short_pass.PIECES if size < 768))
     right = [size for size in sizes if short_pass._agree(linears, size, target._native.library)]
     assert len(right) == 1, "one order fits, or this library has another"
+
+
+@pytest.mark.parametrize("sizes", [[7], [1, 4, 7]], ids=["one", "several"])
+def test_a_drafters_blocks_see_all_of_themselves_in_one_call(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks hide nothing from their own tokens; the call has the bits of the layers one by one there too."""
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    target = lean("qwen3")
+    shape = {**SHAPE, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": VOCAB, "block_size": 7}
+    model = tiny_drafter(
+        scale=0.1, norms=1.0, num_target_layers=LAYERS, target_layer_ids=(0, 1), num_hidden_layers=2, **shape
+    )
+    drafter = DsparkDrafter(model, target)
+    assert isinstance(drafter._short, ShortPass), "sizes chosen to be covered"
+    rows = list(range(len(sizes)))
+    found = []
+    for whole in (True, False):
+        tables = PageTables(seats=3, pages_per_seat=8, page_size=5)
+        memory = drafter.paged_memory(tables, pages=24, max_len=30)
+        for seat in rows:
+            tables.assign(seat, [seat + 3 * i for i in range(8)])
+        positions = torch.arange(11).repeat(len(rows))
+        features = torch.randn(len(positions), 2 * 192, generator=torch.Generator().manual_seed(3)).bfloat16()
+        drafter.project(memory, torch.tensor(rows).repeat_interleave(11), positions, features)
+        memory.lengths[: len(rows)] = [11] * len(rows)
+        with monkeypatch.context() as patch, torch.inference_mode():
+            if not whole:
+                patch.setattr(drafter, "_short", None)
+            found.append(drafter.backbone(memory, rows, [5] * len(rows), sizes))
+    assert torch.equal(*found)

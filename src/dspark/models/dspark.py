@@ -41,13 +41,14 @@ from dspark.models.draft_ops import (
 )
 from dspark.models.drafter import EMPTY
 from dspark.models.dspark_batch import DsparkBatch
-from dspark.models.layer import feed_forward
+from dspark.models.layer import Ops, feed_forward
 from dspark.models.lean_memory import LeanMemory
-from dspark.models.linear import Linear
+from dspark.models.linear import Linear, settle
 from dspark.models.norm import RMSNorm
 from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
 from dspark.models.sequential import BlockAsk, SequentialStage
+from dspark.models.short_pass import SHORT_TOKENS, short_pass
 from dspark.models.target import Target
 
 
@@ -125,6 +126,9 @@ class DsparkDrafter:
         self._writer = ContextWriter(self._decoder, k_norms, norms_values=gemma, angles=self._angles)
         ids = model.draft_token_ids().to(self.device)
         self._head = Linear(self._place(target.head_weight().index_select(0, ids)))
+        products = [linear for layer in self._layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        settle([self._fc, self._context_kv, *products, self._head])
+        self._short = None if self._fast is None else short_pass(self._fast, self._layers, self._norm)
         self._mask = target.embed(torch.tensor([config.mask_token_id], device=self.device)).to(self.dtype)
         self._confidence = None
         if model.confidence_head is not None:
@@ -273,6 +277,21 @@ class DsparkDrafter:
         starts = np.cumsum([0, *slots[:-1]])
         x = self._mask.repeat(sum(slots), 1)
         x[starts] = self._target.embed(torch.tensor(anchors, device=self.device)).to(self.dtype)
+        if self._short is not None and len(x) <= SHORT_TOKENS:
+            angles = self._angles(self._decoder.rope, memory.max_len)
+            h, _ = self._short(x, memory, rows, slots, (angles, angles), (), causal=False)
+        else:
+            h = self._layer_by_layer(x, memory, rows, slots, ops)
+        if given:
+            predicting = np.ones(len(h), dtype=np.bool_)
+            predicting[starts] = False
+            h = h[torch.from_numpy(predicting.nonzero()[0]).to(self.device)]
+        return h
+
+    def _layer_by_layer(
+        self, x: Tensor, memory: LeanMemory, rows: Sequence[int], slots: Sequence[int], ops: Ops
+    ) -> Float[Tensor, "slots hidden"]:
+        """The layers over embedded blocks, with the last norm."""
         attend = ops.attention(
             memory, rows, slots, self._layers, lambda rope: self._angles(rope, memory.max_len), causal=False
         )
@@ -285,10 +304,6 @@ class DsparkDrafter:
             else:
                 x = (x + h) * scalar
                 h = ops.norm(x, following)
-        if given:
-            predicting = np.ones(len(h), dtype=np.bool_)
-            predicting[starts] = False
-            h = h[torch.from_numpy(predicting.nonzero()[0]).to(self.device)]
         return h
 
     def _confidences(

@@ -16,7 +16,7 @@ import typer
 from dspark.errors import DataError
 
 if TYPE_CHECKING:
-    from typer import Context
+    from typer import Context as Context
 
     from dspark.core import SamplingParams
 else:
