@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_chat_model(folder / "model")
     save_random_drafter(folder / "head")
     save_random_drafter(folder / "bare", confidence=False)
-    prompts = "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(6))
+    prompts = "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(12))
     (folder / "prompts.jsonl").write_text(prompts)
     return folder
 
