@@ -168,8 +168,8 @@ class Bundle:
         rule = ThresholdScheduler(threshold) if threshold is not None else self._greedy(profile)
         wanted = sampling or SamplingParams()
         if calibration is not None:
-            return self._calibration(calibration, wanted).scheduler(rule)
-        fitted = self._own(CALIBRATION_NAME, lambda path: self._calibration(path, wanted))
+            return self.read_calibration(calibration, wanted).scheduler(rule)
+        fitted = self.own_file(CALIBRATION_NAME, lambda path: self.read_calibration(path, wanted))
         return rule if fitted is None else fitted.scheduler(rule)
 
     def skipping(self, profile: Path | None = None) -> Bundle:
@@ -181,7 +181,7 @@ class Bundle:
         """
         check_drafts(self.drafter)
         tokens = self.drafter.block_size + 1
-        measured = self._own(PROFILE_NAME, self._profile) if profile is None else self._profile(profile)
+        measured = self.measured(profile, tokens=self.drafter.block_size + 1)
         if measured is None:
             sps = profile_sps(self.target, max_tokens=tokens)
             drafting = draft_seconds(self.target, self.drafter, requests=(1,), context=64, repeats=3)[0]
@@ -192,17 +192,26 @@ class Bundle:
         )
         return replace(self, drafter=SkippingDrafter(self.drafter, SkipPolicy(break_even=paid)))
 
-    def _calibration(self, path: Path, sampling: SamplingParams) -> Calibration:
-        """Read and checked."""
+    def read_calibration(self, path: Path, sampling: SamplingParams | None = None) -> Calibration:
+        """A file of `dspark calibrate`; raises :class:`ConfigError` unless it is of this pair, and of ``sampling``'s kind
+        if that is given."""
         fitted = Calibration.read(path)
         fitted.check(
             model=folder_fingerprint(self.folder),
             drafter=drafter_fingerprint(self.drafter_spec),
-            sampling=sampling,
+            sampling=sampling or SamplingParams(temperature=fitted.sampling["temperature"]),
         )
         return fitted
 
-    def _own(self, name: str, read: Callable[[Path], Found]) -> Found | None:
+    def read_profile(self, path: Path, *, tokens: int) -> Profile:
+        """A file of `dspark profile`; raises :class:`ConfigError` unless it is of this pair, here, and covers steps of
+        ``tokens`` tokens."""
+        measured = Profile.read(path)
+        here = Setting.of(self.target, model_fingerprint=folder_fingerprint(self.folder))
+        measured.check(here, drafter=drafter_fingerprint(self.drafter_spec), tokens=tokens)
+        return measured
+
+    def own_file(self, name: str, read: Callable[[Path], Found]) -> Found | None:
         """What ``read`` makes of a file in the drafter's folder; None where there is none, or none for this run."""
         path = Path(self.drafter_spec) / name
         if self.drafter_spec in ("ngram", "none", "default") or not path.is_file():
@@ -213,19 +222,17 @@ class Bundle:
             _log.warning("%s is left aside: %s", path, error)
             return None
 
+    def measured(self, path: Path | None, *, tokens: int) -> Profile | None:
+        """The profile in ``path``, else the one in the drafter's own folder; None where there is none that fits."""
+        if path is not None:
+            return self.read_profile(path, tokens=tokens)
+        return self.own_file(PROFILE_NAME, lambda own: self.read_profile(own, tokens=tokens))
+
     def _greedy(self, profile: Path | None) -> Scheduler:
-        measured = self._own(PROFILE_NAME, self._profile) if profile is None else self._profile(profile)
+        measured = self.measured(profile, tokens=self.drafter.block_size + 1)
         if measured is None:
             return GreedyScheduler(profile_sps(self.target, max_tokens=self.drafter.block_size + 1))
         return ProfiledGreedyScheduler(measured.contexts, measured.round_curves(1))
-
-    def _profile(self, path: Path) -> Profile:
-        """Read and checked."""
-        tokens = self.drafter.block_size + 1
-        measured = Profile.read(path)
-        here = Setting.of(self.target, model_fingerprint=folder_fingerprint(self.folder))
-        measured.check(here, drafter=drafter_fingerprint(self.drafter_spec), tokens=tokens)
-        return measured
 
 
 def _load_drafter(spec: str, target: Target, chat: ChatFormat, candidates: int) -> Drafter:

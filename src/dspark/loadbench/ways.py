@@ -10,7 +10,6 @@ from dspark.loadbench.servers import Served, model_name
 
 WAYS = ("none", "fixed", "threshold", "greedy", "lagged")
 SETTINGS = {"fixed": "--verify-len", "threshold": "--threshold"}  # what a number after the colon is for
-DEFAULT_WAYS = "none,fixed,threshold:0.4,greedy,lagged"
 
 
 def read_ways(text: str) -> list[tuple[str, list[str]]]:

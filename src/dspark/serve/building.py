@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from dspark.bundle import Bundle
 from dspark.core import SamplingParams
-from dspark.errors import ConfigError, DataError
+from dspark.errors import ConfigError
 from dspark.maths.step_costs import StepCosts
 from dspark.schedule_files import (
     CALIBRATION_NAME,
-    PROFILE_NAME,
     Calibration,
-    Profile,
-    Setting,
-    drafter_fingerprint,
-    folder_fingerprint,
 )
 from dspark.serve.confidences import Confidences
 from dspark.serve.costs import costs_of
 from dspark.serve.engine import Engine
 from dspark.serve.overlapped import OverlappedEngine
 from dspark.serve.settings import EngineConfig
-
-Found = TypeVar("Found")
-
-_log = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -62,13 +50,7 @@ def _costs(bundle: Bundle, config: EngineConfig, path: Path | None) -> StepCosts
             raise ConfigError(f"profile is given, which the {config.scheduler} scheduler does not read; leave it out")
         return None
 
-    def read(path: Path) -> Profile:
-        measured = Profile.read(path)
-        here = Setting.of(bundle.target, model_fingerprint=folder_fingerprint(bundle.folder))
-        measured.check(here, drafter=drafter_fingerprint(bundle.drafter_spec), tokens=1)
-        return measured
-
-    measured = read(path) if path is not None else _own(bundle, PROFILE_NAME, read)
+    measured = bundle.measured(path, tokens=1)
     if measured is None:
         return None
     block = bundle.drafter.block_size
@@ -83,17 +65,8 @@ def _confidences(bundle: Bundle, config: EngineConfig, paths: tuple[Path, ...]) 
             )
         return Confidences()
 
-    def read(path: Path) -> Calibration:
-        fitted = Calibration.read(path)
-        fitted.check(
-            model=folder_fingerprint(bundle.folder),
-            drafter=drafter_fingerprint(bundle.drafter_spec),
-            sampling=SamplingParams(temperature=fitted.sampling["temperature"]),
-        )
-        return fitted
-
-    found = [read(path) for path in paths]
-    if not paths and (own := _own(bundle, CALIBRATION_NAME, read)) is not None:
+    found = [bundle.read_calibration(path) for path in paths]
+    if not paths and (own := bundle.own_file(CALIBRATION_NAME, bundle.read_calibration)) is not None:
         found = [own]
     by_kind: dict[bool, Calibration] = {}
     for fitted in found:
@@ -102,15 +75,3 @@ def _confidences(bundle: Bundle, config: EngineConfig, paths: tuple[Path, ...]) 
             raise ConfigError("two calibrations are given of greedy runs, or two of sampled ones; give one of each")
         by_kind[greedy] = fitted
     return Confidences(greedy=by_kind.get(True), sampled=by_kind.get(False))
-
-
-def _own(bundle: Bundle, name: str, read: Callable[[Path], Found]) -> Found | None:
-    """What ``read`` makes of a file in the drafter's folder; None where there is none, or none for this run."""
-    path = Path(bundle.drafter_spec) / name
-    if bundle.drafter_spec in ("ngram", "none", "default") or not path.is_file():
-        return None
-    try:
-        return read(path)
-    except (ConfigError, DataError) as error:
-        _log.warning("%s is left aside: %s", path, error)
-        return None
