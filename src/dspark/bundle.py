@@ -193,8 +193,8 @@ class Bundle:
         return replace(self, drafter=SkippingDrafter(self.drafter, SkipPolicy(break_even=paid)))
 
     def read_calibration(self, path: Path, sampling: SamplingParams | None = None) -> Calibration:
-        """A file of `dspark calibrate`; raises :class:`ConfigError` unless it is of this pair, and of ``sampling``'s kind
-        if that is given."""
+        """A file of `dspark calibrate`; raises :class:`ConfigError` unless it is of this pair, and of the kind of
+        ``sampling`` if that is given."""
         fitted = Calibration.read(path)
         fitted.check(
             model=folder_fingerprint(self.folder),
