@@ -31,9 +31,11 @@ def answered(bundle: Bundle) -> tuple[tuple[int, ...], list[int]]:
 
 
 def test_bad_drafts_are_left_out_and_the_text_stays(bundle: Bundle) -> None:
-    skipping = bundle.skipping()
+    scheduled = bundle.scheduled("skip")
+    skipping = scheduled.bundle
     assert isinstance(skipping.drafter, SkippingDrafter) and skipping.drafter.policy.break_even > 0
-    assert isinstance(skipping.scheduler("skip"), FixedScheduler)
+    assert isinstance(scheduled.scheduler, FixedScheduler)
+    assert skipping.scheduled("skip").bundle is skipping  # measured once
     (plain, always), (same, sometimes) = answered(bundle), answered(skipping)
     assert plain == same
     assert sum(map(bool, sometimes)) < 0.7 * sum(map(bool, always))
@@ -57,13 +59,17 @@ def a_profile(bundle: Bundle) -> Profile:
 
 def test_a_profile_says_where_drafting_breaks_even(bundle: Bundle, tmp_path: Path) -> None:
     a_profile(bundle).write(tmp_path / "profile.json")
-    drafter = bundle.skipping(tmp_path / "profile.json").drafter
+    drafter = bundle.scheduled("skip", profile=tmp_path / "profile.json").bundle.drafter
     assert isinstance(drafter, SkippingDrafter) and drafter.policy.break_even == pytest.approx(0.5)
 
 
+def test_every_other_rule_leaves_the_drafter_as_it_is(bundle: Bundle) -> None:
+    fixed = bundle.scheduled("fixed", verify_len=2)
+    assert fixed.bundle is bundle and fixed.scheduler == FixedScheduler(2)
+    assert bundle.scheduled("greedy").bundle is bundle
+
+
 def test_refusals(bundle: Bundle) -> None:
-    with pytest.raises(ConfigError, match="pauses the drafter, which this command has no way to"):
-        bundle.scheduler("skip")
     nothing: dict[str, None] = {"verify_len": None, "threshold": None}
     check_scheduler("skip", **nothing, profile=Path("profile.json"))
     with pytest.raises(ConfigError, match="the skip scheduler would not read"):
@@ -72,4 +78,4 @@ def test_refusals(bundle: Bundle) -> None:
         check_scheduler("skip", verify_len=3, threshold=None)
     undrafted = Bundle.load(bundle.model, "none", dtype="float32", device="cpu")
     with pytest.raises(ConfigError, match="which proposes nothing"):
-        undrafted.skipping()
+        undrafted.scheduled("skip")

@@ -144,7 +144,7 @@ class Bundle:
         ids = completion.token_ids
         return self.chat.decode(ids[:-1] if completion.finish_reason == "stop" else ids)
 
-    def scheduler(
+    def scheduled(
         self,
         name: str,
         *,
@@ -153,35 +153,39 @@ class Bundle:
         calibration: Path | None = None,
         profile: Path | None = None,
         sampling: SamplingParams | None = None,
-    ) -> Scheduler:
-        """The scheduler called ``name``, with the files of `dspark calibrate` and `dspark profile`: those given, or
-        those in the drafter's own folder where they fit (one that does not is left aside with a warning).
+    ) -> Scheduled:
+        """The pair under the scheduler called ``name``, with the files of `dspark calibrate` and `dspark profile`:
+        those given, or those in the drafter's own folder where they fit (one that does not is left aside with a
+        warning).
 
-        ``greedy`` without a profile measures the target's speed first, a matter of seconds. ``sampling`` is what
-        a calibration must be of. Raises :class:`ConfigError` for a given file that was made for something else.
+        ``greedy`` and ``skip`` without a profile measure costs first, a matter of seconds; a pair that skips already
+        is not measured again. ``sampling`` is what a calibration must be of. Raises :class:`ConfigError` for a given
+        file that was made for something else, and for ``skip`` with a drafter that never proposes.
         """
         check_scheduler(name, verify_len=verify_len, threshold=threshold, calibration=calibration, profile=profile)
-        if name == "skip" and not isinstance(self.drafter, SkippingDrafter):
-            raise ConfigError("the skip scheduler pauses the drafter, which this command has no way to; choose another")
-        if name in ("fixed", "skip"):
-            return FixedScheduler(verify_len)
+        if name == "skip":
+            return Scheduled(bundle=self._skipping(profile), scheduler=FixedScheduler())
+        if name == "fixed":
+            return Scheduled(bundle=self, scheduler=FixedScheduler(verify_len))
         rule = ThresholdScheduler(threshold) if threshold is not None else self._greedy(profile)
         wanted = sampling or SamplingParams()
         if calibration is not None:
-            return self.read_calibration(calibration, wanted).scheduler(rule)
-        fitted = self.own_file(CALIBRATION_NAME, lambda path: self.read_calibration(path, wanted))
-        return rule if fitted is None else fitted.scheduler(rule)
+            fitted: Calibration | None = self.read_calibration(calibration, wanted)
+        else:
+            fitted = self.own_file(CALIBRATION_NAME, lambda path: self.read_calibration(path, wanted))
+        return Scheduled(bundle=self, scheduler=rule if fitted is None else fitted.scheduler(rule))
 
-    def skipping(self, profile: Path | None = None) -> Bundle:
-        """The same pair for the scheduler ``skip``: the drafter sits rounds out while its drafts keep dying.
+    def _skipping(self, profile: Path | None) -> Bundle:
+        """The same pair with a drafter that sits rounds out while its drafts keep dying.
 
         Where it breaks even follows from what drafting and passes cost: by ``profile``, by the one in the drafter's
-        own folder, or measured now, in a second or two. Raises :class:`ConfigError` as :meth:`scheduler` does, and for
-        a drafter that never proposes.
+        own folder, or measured now, in a second or two.
         """
+        if isinstance(self.drafter, SkippingDrafter):
+            return self
         check_drafts(self.drafter)
         tokens = self.drafter.block_size + 1
-        measured = self.measured(profile, tokens=self.drafter.block_size + 1)
+        measured = self.measured(profile, tokens=tokens)
         if measured is None:
             sps = profile_sps(self.target, max_tokens=tokens)
             drafting = draft_seconds(self.target, self.drafter, requests=(1,), context=64, repeats=3)[0]
@@ -233,6 +237,14 @@ class Bundle:
         if measured is None:
             return GreedyScheduler(profile_sps(self.target, max_tokens=self.drafter.block_size + 1))
         return ProfiledGreedyScheduler(measured.contexts, measured.round_curves(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A pair, and the rule by which its drafts are checked: they go together, for ``skip`` changes the drafter."""
+
+    bundle: Bundle
+    scheduler: Scheduler
 
 
 def _load_drafter(spec: str, target: Target, chat: ChatFormat, candidates: int) -> Drafter:

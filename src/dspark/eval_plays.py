@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dspark.bundle import Bundle, check_scheduler
+from dspark.bundle import Bundle, Scheduled, check_scheduler
 from dspark.core import SamplingParams
 from dspark.data.prompts import prompt_messages
 from dspark.errors import ConfigError, ScheduleError
@@ -18,7 +18,6 @@ from dspark.eval_sources import read_sets
 from dspark.evaluate.playing import Table
 from dspark.evaluate.records import AnswerRecord, Key, cell_name, open_cell, plain_sampling, read_answers
 from dspark.evaluate.suite import Conversation, in_rounds
-from dspark.maths.scheduling import FixedScheduler, Scheduler
 from dspark.models import DEFAULT_CANDIDATES
 from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.checkpoint import kind_of
@@ -135,11 +134,10 @@ def make_plays(config: EvalConfig, bundle: Bundle, *, create: bool) -> list[Play
     plays = []
     for order, (label, spec) in enumerate(config.labels().items()):
         drafting = bundle.with_drafter(spec, candidates=config.candidates)
-        if config.scheduler == "skip" and drafting.drafter.block_size:
-            drafting = drafting.skipping(config.scheduling.get("profile"))
         for temperature in config.temperatures:
             sampling = replace(config.sampling, temperature=temperature)
-            scheduler = _scheduler(config, drafting, sampling)
+            scheduled = _scheduled(config, drafting, sampling)
+            drafting = scheduled.bundle
             folder = config.out / cell_name(label, temperature)
             if create:
                 about = {
@@ -153,7 +151,7 @@ def make_plays(config: EvalConfig, bundle: Bundle, *, create: bool) -> list[Play
             table = Table(
                 target=bundle.target,
                 drafter=drafting.drafter,
-                scheduler=scheduler,
+                scheduler=scheduled.scheduler,
                 sampling=sampling,
                 max_new_tokens=config.max_new_tokens,
                 turns=config.turns,
@@ -164,14 +162,14 @@ def make_plays(config: EvalConfig, bundle: Bundle, *, create: bool) -> list[Play
     return plays
 
 
-def _scheduler(config: EvalConfig, bundle: Bundle, sampling: SamplingParams) -> Scheduler:
-    """The run's scheduler for one drafter; plain decoding has nothing to schedule."""
+def _scheduled(config: EvalConfig, bundle: Bundle, sampling: SamplingParams) -> Scheduled:
+    """One drafter under the run's scheduler; plain decoding has nothing to schedule."""
     if not bundle.drafter.block_size:
-        return FixedScheduler()
-    rule = bundle.scheduler(config.scheduler, **config.scheduling, sampling=sampling)
-    if rule.needs_confidence and not bundle.drafter.has_confidence:
+        return bundle.scheduled("fixed")
+    scheduled = bundle.scheduled(config.scheduler, **config.scheduling, sampling=sampling)
+    if scheduled.scheduler.needs_confidence and not bundle.drafter.has_confidence:
         raise ScheduleError(f"{config.scheduler} needs confidences and {bundle.drafter_spec} gives none; use fixed")
-    return rule
+    return scheduled
 
 
 def _made_for(config: EvalConfig, bundle: Bundle, label: str, sampling: SamplingParams) -> dict[str, Any]:

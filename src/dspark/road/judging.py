@@ -88,7 +88,7 @@ def compare(road: Road) -> Facts:
     asked = _asked(road, "compare")
     rules: dict[str, Scheduler] = {"fixed": FixedScheduler()}
     if bundle.drafter.has_confidence and (road.out / PROFILE_NAME).is_file():
-        rules["greedy"] = bundle.scheduler("greedy", sampling=road.config.sampling)
+        rules["greedy"] = bundle.scheduled("greedy", sampling=road.config.sampling).scheduler
     reports = {name: _compared(road, bundle, asked, name, rule) for name, rule in rules.items()}
     speedups = {name: report.mean.speedup for name, report in reports.items()}
     best = max(speedups, key=lambda name: speedups[name] if speedups[name] == speedups[name] else 0.0)  # nan: no token

@@ -77,10 +77,9 @@ def generate(
     sampling = sampling_of(temperature, top_k, top_p, min_p, seed, sampling_fields)
     scheduling = scheduling_of(scheduler, verify_len, threshold, calibration, profile)
     place = place_of(dtype, device, implementation, threads, trust_remote_code)
-    bundle = Bundle.load(model, drafter, candidates=candidates, **place)
-    if scheduler == "skip":
-        bundle = bundle.skipping(profile)
-    rule = bundle.scheduler(scheduler, **scheduling, sampling=sampling)
+    pair = Bundle.load(model, drafter, candidates=candidates, **place)
+    scheduled = pair.scheduled(scheduler, **scheduling, sampling=sampling)
+    bundle, rule = scheduled.bundle, scheduled.scheduler
     prompt_ids = bundle.raw_ids(text) if raw else bundle.prompt_ids(text, system=system)
     answer = bundle.answer(prompt_ids, sampling=sampling, max_new_tokens=max_new_tokens, scheduler=rule)
     if as_json:

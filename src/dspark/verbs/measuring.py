@@ -100,10 +100,9 @@ def bench(
     scheduling = scheduling_of(scheduler, verify_len, threshold, calibration, profile)
     chosen = read_prompts(prompts, limit=limit) if prompts else prompts_of(PROMPTS, limit=limit)
     place = place_of(dtype, device, implementation, threads, trust_remote_code)
-    bundle = Bundle.load(model, drafter, candidates=candidates, **place)
-    if scheduler == "skip":
-        bundle = bundle.skipping(profile)
-    rule = bundle.scheduler(scheduler, **scheduling, sampling=sampling)
+    pair = Bundle.load(model, drafter, candidates=candidates, **place)
+    scheduled = pair.scheduled(scheduler, **scheduling, sampling=sampling)
+    bundle, rule = scheduled.bundle, scheduled.scheduler
     info = bundle.target.info
     other: Peer | None = None
     if peer == "transformers":

@@ -124,7 +124,7 @@ def sampling_of(
 def scheduling_of(
     scheduler: str, verify_len: int | None, threshold: float | None, calibration: Path | None, profile: Path | None
 ) -> dict[str, Any]:
-    """The options of a verb that schedules, as :meth:`Bundle.scheduler` takes them; refused here where they do not go
+    """The options of a verb that schedules, as :meth:`Bundle.scheduled` takes them; refused here where they do not go
     together, before anything is loaded."""
     from dspark.bundle import check_scheduler
 
