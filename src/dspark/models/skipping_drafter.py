@@ -15,7 +15,7 @@ from dspark.maths.shaping import Shaper
 from dspark.maths.skipping import RequestSkip, SkipPolicy, after_round, open_request
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk, batched
 from dspark.models.drafter import EMPTY, Drafter, MirrorsShaping
-from dspark.models.paged_memory import PageTables
+from dspark.models.forwarding_batch import ForwardingBatch
 from dspark.models.target import Target
 
 
@@ -88,27 +88,18 @@ class SkippingDrafter:
         return SkippingBatch(batched(self.inner, target), self.policy)
 
 
-class SkippingBatch:
+class SkippingBatch(ForwardingBatch):
     """A batched ``inner`` under a :class:`SkipPolicy`: who pauses is left out of the pass."""
 
     def __init__(self, inner: BatchDrafter, policy: SkipPolicy) -> None:
-        self.inner, self.policy = inner, policy
-        self.name = f"{inner.name}, skipping"
-        self.block_size, self.taps, self.has_confidence = inner.block_size, inner.taps, inner.has_confidence
+        super().__init__(inner)
+        self.name, self.policy = f"{inner.name}, skipping", policy
         self._rounds: dict[int, Rounds] = {}
-
-    def attach(self, tables: PageTables, *, pages: int, max_len: int) -> None:
-        """See :meth:`BatchDrafter.attach`."""
-        self.inner.attach(tables, pages=pages, max_len=max_len)
 
     def open(self, seat: int, *, shaper: Shaper | None) -> None:
         """See :meth:`BatchDrafter.open`."""
-        self.inner.open(seat, shaper=shaper)
+        super().open(seat, shaper=shaper)
         self._rounds[seat] = Rounds(open_request(self.policy))
-
-    def resume(self, seat: int, token_ids: Sequence[int]) -> None:
-        """See :meth:`BatchDrafter.resume`."""
-        self.inner.resume(seat, token_ids)
 
     def extend(
         self,
@@ -120,17 +111,17 @@ class SkippingBatch:
         """See :meth:`BatchDrafter.extend`."""
         for seat, count in zip(seats, counts, strict=True):
             self._rounds[seat].note(count, self.policy)
-        self.inner.extend(seats, counts, token_ids, features)
+        super().extend(seats, counts, token_ids, features)
 
     def propose(self, asks: Sequence[DraftAsk]) -> BatchProposal:
         """The inner drafter's proposals for those who do not pause."""
         places = [i for i, ask in enumerate(asks) if self._rounds[ask.seat].ask()]
-        proposal = self.inner.propose([asks[i] for i in places])
+        proposal = super().propose([asks[i] for i in places])
         for i, count in zip(places, proposal.proposed, strict=True):
             self._rounds[asks[i].seat].drafted = bool(count)
         return proposal.spread(places, len(asks))
 
     def close(self, seat: int) -> None:
         """See :meth:`BatchDrafter.close`."""
-        self.inner.close(seat)
+        super().close(seat)
         del self._rounds[seat]

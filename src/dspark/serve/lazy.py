@@ -15,21 +15,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.maths.shaping import Shaper
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
-from dspark.models.paged_memory import PageTables
+from dspark.models.forwarding_batch import ForwardingBatch
 
 MOST_STEPS = 16  # whose tokens are kept
 MOST_TOKENS = 512
 
 
-class LazyDrafter:
+class LazyDrafter(ForwardingBatch):
     """``inner``, fed late. Which tokens it has taken in decides which pages may be shared: :meth:`behind`."""
 
     def __init__(self, inner: BatchDrafter) -> None:
-        self.inner = inner
-        self.name, self.block_size = inner.name, inner.block_size
-        self.taps, self.has_confidence = inner.taps, inner.has_confidence
+        super().__init__(inner)
         self._kept: list[
             tuple[Int[np.ndarray, "tokens"], Tensor, Tensor | None]
         ] = []  # seat of each token, ids, states
@@ -38,18 +35,6 @@ class LazyDrafter:
     def behind(self, seat: int) -> int:
         """Committed tokens of ``seat`` that the drafter has not taken in yet."""
         return self._behind[seat]
-
-    def attach(self, tables: PageTables, *, pages: int, max_len: int) -> None:
-        """See :class:`BatchDrafter`."""
-        self.inner.attach(tables, pages=pages, max_len=max_len)
-
-    def open(self, seat: int, *, shaper: Shaper | None) -> None:
-        """See :class:`BatchDrafter`."""
-        self.inner.open(seat, shaper=shaper)
-
-    def resume(self, seat: int, token_ids: Sequence[int]) -> None:
-        """See :class:`BatchDrafter`."""
-        self.inner.resume(seat, token_ids)
 
     def extend(
         self,
@@ -84,16 +69,16 @@ class LazyDrafter:
         else:
             seats = list(behind)  # as they came
         if seats:
-            self.inner.extend(seats, [behind[seat] for seat in seats], token_ids, features)
+            super().extend(seats, [behind[seat] for seat in seats], token_ids, features)
 
     def propose(self, asks: Sequence[DraftAsk]) -> BatchProposal:
-        """See :class:`BatchDrafter`."""
+        """The inner drafter's proposals, after all that was kept."""
         self.catch_up()
-        return self.inner.propose(asks)
+        return super().propose(asks)
 
     def close(self, seat: int) -> None:
-        """See :class:`BatchDrafter`; what is kept of the seat is dropped."""
+        """See :meth:`BatchDrafter.close`; what is kept of the seat is dropped."""
         if self._behind.pop(seat, 0):
             for owners, _, _ in self._kept:
                 owners[owners == seat] = -1
-        self.inner.close(seat)
+        super().close(seat)
