@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import Tensor
 from dspark.core import Completion, Proposal, SamplingParams
 from dspark.decode import generate
 from dspark.errors import ConfigError, RequestError
-from dspark.evaluate.batched import Ask, play_together
+from dspark.evaluate.batched import Ask, Turn, play_together, whole_rounds
+from dspark.evaluate.lockstep import Lockstep
 from dspark.evaluate.playing import Table, play_conversations
 from dspark.evaluate.records import AnswerRecord
 from dspark.evaluate.suite import Conversation, answer_seed
@@ -67,10 +69,12 @@ def together(drafter: Drafter, rows: int, scheduler: Scheduler, **changes: Any) 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("drafter", [Tabled(), NgramDrafter(), NoDrafter()], ids=lambda d: d.name)
 def test_same_answers_and_rounds(drafter: Drafter, rows: int) -> None:
-    for scheduler in (FixedScheduler(), FixedScheduler(1), ThresholdScheduler(0.4)):
+    ways: list[tuple[Scheduler, Turn]] = [(FixedScheduler(), Lockstep())]
+    ways += [(each, whole_rounds) for each in (FixedScheduler(), FixedScheduler(1), ThresholdScheduler(0.4))]
+    for scheduler, turn in ways:
         if scheduler.needs_confidence and not drafter.has_confidence:
             continue
-        found = together(drafter, rows, scheduler)
+        found = together(drafter, rows, scheduler, turn=turn)
         for name, ask in enumerate(ASKS):
             alone = generate(
                 TableTarget(max_len=40),
@@ -91,25 +95,53 @@ def test_same_answers_and_rounds(drafter: Drafter, rows: int) -> None:
                 )
 
 
-def test_rules_on_the_text_before_hold_in_shared_passes() -> None:
-    global_asks = [
-        Ask(prompt_ids=(0, 1), sampling=SamplingParams(temperature=1.0, repetition_penalty=1.7, seed=i, rule="block"))
-        for i in range(4)
-    ]
+@pytest.mark.parametrize("turn", [whole_rounds, Lockstep()], ids=["whole", "lockstep"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rules_on_the_text_before_hold_in_shared_passes(turn: Turn, temperature: float) -> None:
+    shaped = SamplingParams(temperature=temperature, repetition_penalty=1.7, rule="block")
+    asks = [Ask(prompt_ids=(0, 1), sampling=replace(shaped, seed=i)) for i in range(4)]
     found: dict[int, Completion] = {}
     play_together(
         TableTarget(max_len=40),
         Tabled(),
-        deque(enumerate(global_asks)),
+        deque(enumerate(asks)),
         rows=3,
         max_new_tokens=12,
         stop_token_ids=(),
         scheduler=FixedScheduler(),
         ended=lambda name, ask, done: found.__setitem__(name, done),
+        turn=turn,
     )
-    for name, ask in enumerate(global_asks):
+    for name, ask in enumerate(asks):
         alone = generate(TableTarget(max_len=40), Tabled(), (0, 1), sampling=ask.sampling, max_new_tokens=12)
         assert found[name].token_ids == alone.token_ids
+
+
+def test_in_lockstep_the_target_runs_what_is_committed_and_nothing_else() -> None:
+    """Drafts behind the first rejection have a fate without a pass; a scheduler that cuts blocks has no place there."""
+    target, ran = TableTarget(max_len=40), 0
+    inner = target.forward
+
+    def counting(token_ids: Tensor, *rest: Any, **options: Any) -> Any:
+        nonlocal ran
+        ran += len(token_ids)
+        return inner(token_ids, *rest, **options)
+
+    target.forward = counting  # type: ignore[method-assign]
+    asks = [Ask(prompt_ids=(0, 1), sampling=SamplingParams(temperature=1.0, seed=i)) for i in range(5)]
+    kept: list[Completion] = []
+
+    def ended(name: int, ask: Ask, done: Completion) -> None:
+        kept.append(done)
+
+    settings: dict[str, Any] = {"rows": 3, "max_new_tokens": 17, "stop_token_ids": (), "ended": ended}
+    play_together(target, Tabled(), deque(enumerate(asks)), scheduler=FixedScheduler(), turn=Lockstep(), **settings)
+    assert ran == sum(2 + len(done.token_ids) - 1 for done in kept)  # each prompt, and all but the last token
+    assert all(r.verify_len == len(r.draft_tokens) for done in kept for r in done.rounds)
+    with pytest.raises(ConfigError, match="a scheduler cut a block"):
+        play_together(
+            target, Tabled(), deque(enumerate(asks)), scheduler=FixedScheduler(1), turn=Lockstep(), **settings
+        )
 
 
 def test_the_seconds_of_a_round_add_up_to_no_more_than_the_run() -> None:

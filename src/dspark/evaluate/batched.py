@@ -4,6 +4,9 @@ Every request keeps its own streams, drafter state and scheduler's choice, and d
 the loop at batch size 1. What changes is the pass that verifies: one over the tokens of all requests. So a request's
 tokens are the same up to near-ties that a longer pass rounds otherwise, and what was accepted has the same
 distribution. Seconds do not compare: a shared pass is counted to its requests by their tokens.
+
+What one pass holds is a *turn*: whole rounds here (:func:`whole_rounds`), a token of each request in
+:mod:`dspark.evaluate.lockstep`.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class Ask:
 
 
 @dataclass(kw_only=True)
-class _Seat:
+class Seat:
     """A request in flight, on one row of the memory."""
 
     name: Any  # the caller's
@@ -70,7 +73,7 @@ class _Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loop:
+class Loop:
     """What all requests share."""
 
     target: Target
@@ -79,6 +82,10 @@ class _Loop:
     max_new_tokens: int
     stops: frozenset[int]
     memory: KVMemory
+    proposed: Callable[[Any, Proposal], None]  # hears of every proposal, with its request's name
+
+
+Turn = Callable[[Loop, dict[int, Seat]], None]  # one pass for the seats by row, none of which is at its end
 
 
 def play_together(
@@ -91,28 +98,32 @@ def play_together(
     stop_token_ids: Collection[int],
     scheduler: Scheduler,
     ended: Callable[[Name, Ask, Completion], None],
+    proposed: Callable[[Name, Proposal], None] = lambda name, proposal: None,
+    turn: Turn | None = None,
 ) -> None:
     """Run every request of ``waiting`` to its end, up to ``rows`` at a time; a seat that frees is filled at once.
 
-    ``ended`` is told of each as it ends, and may append to ``waiting``. Mutates ``waiting``. Raises what
+    ``ended`` is told of each as it ends, and may append to ``waiting``; ``proposed`` hears of every proposal before it
+    is judged. ``turn`` None plays :func:`whole_rounds`. Mutates ``waiting``. Raises what
     :func:`dspark.decode.stream` raises for a request that cannot be, when its turn comes, and :class:`ConfigError`
     for ``rows`` under 1.
     """
     if rows < 1:
         raise ConfigError(f"rows is {rows}; it must be 1 or more")
-    loop: _Loop | None = None
-    seats: dict[int, _Seat] = {}
+    loop: Loop | None = None
+    seats: dict[int, Seat] = {}
     while waiting or seats:
         if loop is None or (not seats and waiting and not _fits(waiting[0][1], loop)):
             longest = max(len(ask.prompt_ids) for _, ask in waiting)
             room = min(max(2 * longest, 256) + max_new_tokens, target.info.max_len)
-            loop = _Loop(
+            loop = Loop(
                 target=target,
                 drafter=drafter,
                 scheduler=scheduler,
                 max_new_tokens=max_new_tokens,
                 stops=frozenset(stop_token_ids),
                 memory=target.new_memory(rows=rows, max_len=room),
+                proposed=proposed,
             )
         for row in [row for row in range(rows) if row not in seats]:
             if not waiting or not _fits(waiting[0][1], loop):  # a longer one waits until the memory can be larger
@@ -123,21 +134,21 @@ def play_together(
             seat = seats.pop(row)
             ended(seat.name, seat.ask, _completion(loop, seat))
         if seats:
-            _round(loop, seats)
+            (turn or whole_rounds)(loop, seats)
 
 
-def _fits(ask: Ask, loop: _Loop) -> bool:
+def _fits(ask: Ask, loop: Loop) -> bool:
     return min(len(ask.prompt_ids) + loop.max_new_tokens, loop.target.info.max_len) <= loop.memory.max_len
 
 
-def _take_seat(loop: _Loop, row: int, name: Any, ask: Ask) -> _Seat:
+def _take_seat(loop: Loop, row: int, name: Any, ask: Ask) -> Seat:
     """Check the request, run its prompt and draw its first token."""
     target, drafter, sampling = loop.target, loop.drafter, ask.sampling
     check_request(target, drafter, ask.prompt_ids, max_new_tokens=loop.max_new_tokens, scheduler=loop.scheduler)
     held_back = [token for token in loop.stops if token < target.info.vocab_size]
     check_shaping(sampling, held_back, vocab_size=target.info.vocab_size)
     room = min(len(ask.prompt_ids) + loop.max_new_tokens, target.info.max_len)
-    seat = _Seat(
+    seat = Seat(
         name=name,
         ask=ask,
         context=drafter.open(max_len=room),
@@ -162,11 +173,11 @@ def _take_seat(loop: _Loop, row: int, name: Any, ask: Ask) -> _Seat:
     return seat
 
 
-def _over(loop: _Loop, seat: _Seat) -> bool:
+def _over(loop: Loop, seat: Seat) -> bool:
     return seat.output[-1] in loop.stops or seat.committed >= seat.room
 
 
-def _completion(loop: _Loop, seat: _Seat) -> Completion:
+def _completion(loop: Loop, seat: Seat) -> Completion:
     reason = "length" if len(seat.output) == loop.max_new_tokens else "context"
     return Completion(
         token_ids=tuple(seat.output),
@@ -178,7 +189,7 @@ def _completion(loop: _Loop, seat: _Seat) -> Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Drafted:
+class Drafted:
     """A request's part of the coming pass."""
 
     proposal: Proposal
@@ -188,9 +199,9 @@ class _Drafted:
     host_seconds: float
 
 
-def _round(loop: _Loop, seats: dict[int, _Seat]) -> None:
-    """Draft for every seat, verify all in one pass, commit."""
-    drafted = {row: _draft(loop, seat) for row, seat in seats.items()}
+def whole_rounds(loop: Loop, seats: dict[int, Seat]) -> None:
+    """A turn: draft for every seat, verify all in one pass, commit."""
+    drafted = {row: draft(loop, seat) for row, seat in seats.items()}
     counts = [len(part.token_ids) for part in drafted.values()]
     begin = time.perf_counter()
     output = loop.target.forward(
@@ -205,10 +216,14 @@ def _round(loop: _Loop, seats: dict[int, _Seat]) -> None:
     features = [None] * len(counts) if output.features is None else list(output.features.split(counts))
     passed = time.perf_counter() - begin
     for i, (row, seat) in enumerate(seats.items()):
-        _commit(loop, row, seat, drafted[row], logits[i], features[i], share=passed * counts[i] / sum(counts))
+        judging, part = time.perf_counter(), drafted[row]
+        verdict = seat.judge(part.token_ids[1:], part.proposal, logits[i])
+        spent = passed * counts[i] / sum(counts) + time.perf_counter() - judging
+        commit(loop, row, seat, part, verdict, features[i], verify_seconds=spent)
 
 
-def _draft(loop: _Loop, seat: _Seat) -> _Drafted:
+def draft(loop: Loop, seat: Seat) -> Drafted:
+    """A proposal for one request, and how much of it is checked."""
     begin = time.perf_counter()
     limit = min(loop.drafter.block_size, seat.room - seat.committed - 1)
     proposal = loop.drafter.propose(
@@ -219,10 +234,11 @@ def _draft(loop: _Loop, seat: _Seat) -> _Drafted:
         limit=limit,
     )
     proposed = time.perf_counter()
+    loop.proposed(seat.name, proposal)
     verify_len = loop.scheduler.choose(proposal, seat.committed)
     device = loop.target.info.device
     anchor = torch.tensor([seat.output[-1]], device=device)
-    return _Drafted(
+    return Drafted(
         proposal=proposal,
         verify_len=verify_len,
         token_ids=torch.cat((anchor, proposal.draft_tokens[:verify_len].to(device))),
@@ -231,20 +247,19 @@ def _draft(loop: _Loop, seat: _Seat) -> _Drafted:
     )
 
 
-def _commit(
-    loop: _Loop,
+def commit(
+    loop: Loop,
     row: int,
-    seat: _Seat,
-    part: _Drafted,
-    logits: torch.Tensor,
+    seat: Seat,
+    part: Drafted,
+    verdict: Verdict,
     features: torch.Tensor | None,
     *,
-    share: float,
+    verify_seconds: float,
 ) -> None:
-    """Judge one request's drafts, keep what stands and write the round down; ``share`` of the pass in seconds."""
+    """Keep what stands of one request's drafts and write the round down. ``features`` are those of the anchor and of
+    the accepted drafts at least."""
     begin, committed = time.perf_counter(), seat.committed
-    verdict = seat.judge(part.token_ids[1:], part.proposal, logits)
-    judged = time.perf_counter()
     run = [*part.token_ids[1 : 1 + verdict.accepted].tolist(), verdict.next_token]
     run = run[: next((i + 1 for i, token in enumerate(run) if token in loop.stops), len(run))]
     kept = verdict.accepted + 1  # rows: the anchor and the accepted drafts
@@ -261,9 +276,9 @@ def _commit(
             verify_len=part.verify_len,
             accepted=min(verdict.accepted, len(run)),
             committed=tuple(run),
-            draft_seconds=part.draft_seconds + time.perf_counter() - judged,
+            draft_seconds=part.draft_seconds + time.perf_counter() - begin,
             sequential_seconds=part.proposal.sequential_seconds,
-            verify_seconds=share + judged - begin,
+            verify_seconds=verify_seconds,
             host_seconds=part.host_seconds,
         )
     )

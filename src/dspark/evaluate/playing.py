@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from dspark.core import Completion, SamplingParams
 from dspark.decode import generate
 from dspark.evaluate.batched import Ask, play_together
+from dspark.evaluate.lockstep import Lockstep
 from dspark.evaluate.records import AnswerRecord, Key, answer_record
 from dspark.evaluate.suite import Conversation, answer_seed
-from dspark.maths.scheduling import Scheduler
+from dspark.maths.scheduling import FixedScheduler, Scheduler
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
 
@@ -108,6 +109,7 @@ def play_conversations(
             stop_token_ids=table.stop_token_ids,
             scheduler=table.scheduler,
             ended=ended,
+            turn=Lockstep() if table.scheduler == FixedScheduler() else None,
         )
     while waiting:
         talk, ask = waiting.popleft()
