@@ -10,6 +10,7 @@ from dspark.serve.engine import Engine
 from dspark.serve.events import EngineStats
 from dspark.serve.request import GenerationRequest
 from dspark.serve.runner import LoopStream, Runner
+from dspark.serve.threads import release_pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,9 @@ class AsyncEngine:
     """An :class:`Engine` in one worker thread; requests are streams of events."""
 
     def __init__(self, engine: Engine) -> None:
+        """The caller, who will have loaded the engine's model, gives its OpenMP threads back (:func:`release_pool`)."""
         self._runner = Runner(engine)
+        release_pool()
         self.engine = engine
         self.info = EngineInfo(
             model=engine.target.info.name,
@@ -56,6 +59,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         stream = self._runner.submit(request, lambda cancel: LoopStream(loop, cancel))
         assert isinstance(stream, LoopStream)
+        release_pool()  # checking a request may have computed
         return stream
 
     def cancel(self, request_id: str) -> None:

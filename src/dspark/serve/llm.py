@@ -19,6 +19,7 @@ from dspark.serve.events import EngineStats, StepEvent, TokenLogprobs
 from dspark.serve.request import GenerationRequest, seed_of_answer
 from dspark.serve.runner import LoopStream, Runner, ThreadStream
 from dspark.serve.settings import EngineConfig
+from dspark.serve.threads import release_pool
 
 Prompt = str | Sequence[int] | Sequence[Message]  # a text to be continued, ids, or a conversation to be answered
 
@@ -156,6 +157,7 @@ class LLM:
     def _submit(self, request: GenerationRequest) -> ThreadStream:
         stream = self._runner.submit(request, ThreadStream)
         assert isinstance(stream, ThreadStream)
+        release_pool()  # of a caller who has loaded the model, or computes between two requests
         return stream
 
     def _read(self, stream: ThreadStream, answer: Answer, output: Output) -> None:
@@ -193,6 +195,7 @@ class LLM:
         loop = asyncio.get_running_loop()
         stream = self._runner.submit(request, lambda cancel: LoopStream(loop, cancel))
         assert isinstance(stream, LoopStream)
+        release_pool()
         return stream
 
     # --- both --------------------------------------------------------------------------------------------------------
