@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from dspark.core import Proposal, SamplingParams
 from dspark.decode import generate
 from dspark.errors import DataError
-from dspark.evaluate.recorder import ConfidenceRecorder, play
+from dspark.evaluate.recorder import play
 from dspark.maths.scheduling import FixedScheduler
 from dspark.models.drafter import NoDrafter
 
@@ -72,8 +72,16 @@ def test_what_is_recorded_is_what_happened() -> None:
 
 
 def test_features_are_those_of_the_same_round() -> None:
-    """Where the target's own token is the only news between rounds, each row is its own proposal's."""
+    """With several requests in a pass, each row is its own proposal's."""
     target, drafter = TableTarget(max_len=100), Tabled(has_confidence=False)
+    prompts = [[0, 1], [2], [1, 3]]
+    played = play(target, drafter, prompts, sampling=SAMPLING, max_new_tokens=30, rows=2)
+    assert (played.outcomes.confidence == 0).all()
+    for number, ids in enumerate(prompts):
+        alone = play(target, drafter, [ids], sampling=replace(SAMPLING, seed=4 + number), max_new_tokens=30)
+        mine = played.take(played.prompt == number)
+        assert (mine.features == alone.features).all() and len(mine.outcomes) == len(alone.outcomes)
+        assert mine.outcomes.accepted.tolist() == alone.outcomes.accepted.tolist()
     seen: list[float] = []
     inner = drafter.propose
 
@@ -85,9 +93,8 @@ def test_features_are_those_of_the_same_round() -> None:
         return found
 
     drafter.propose = listening  # type: ignore[method-assign]
-    played = play(target, drafter, [[0, 1]], sampling=SAMPLING, max_new_tokens=30)
-    assert played.features[:, 0, 2].tolist() == pytest.approx(seen, rel=1e-5)
-    assert (played.outcomes.confidence == 0).all()
+    generate(target, drafter, prompts[0], sampling=SAMPLING, max_new_tokens=30, scheduler=FixedScheduler())
+    assert played.features[played.prompt == 0, 0, 2].tolist() == pytest.approx(seen, rel=1e-5)
 
 
 def test_stop_tokens_end_a_rounds_slots() -> None:
@@ -95,20 +102,11 @@ def test_stop_tokens_end_a_rounds_slots() -> None:
     ended = 0
     for seed in range(40):
         sampling = SamplingParams(temperature=1.0, seed=seed)
-        recorder = ConfidenceRecorder(block=2)
-        answer = generate(
-            target,
-            drafter,
-            [0, 1],
-            sampling=sampling,
-            max_new_tokens=30,
-            stop_token_ids=[3],
-            scheduler=recorder,
-            on_round=partial(recorder.observe, prompt=0),
-        )
+        settings: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 30, "stop_token_ids": [3]}
+        answer = generate(target, drafter, [0, 1], scheduler=FixedScheduler(), **settings)
         if answer.finish_reason != "stop" or not answer.rounds:
             continue
-        last, outcomes = answer.rounds[-1], recorder.played.outcomes
+        last, outcomes = answer.rounds[-1], play(target, drafter, [[0, 1]], **settings).outcomes
         if last.accepted == len(last.committed) == 1 and last.draft_tokens:
             ended += 1
             assert outcomes.lengths[-1] == outcomes.accepted[-1] == 1

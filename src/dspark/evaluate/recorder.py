@@ -1,22 +1,26 @@
-"""Plays prompts at full length and keeps, of every round, what calibration learns from."""
+"""Plays prompts at full length, many at a time, and keeps of every round what calibration learns from."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from dspark.core import Proposal, RoundRecord, SamplingParams
-from dspark.decode import generate
+from dspark.core import Completion, Proposal, RoundRecord, SamplingParams
 from dspark.errors import DataError
+from dspark.evaluate.batched import Ask, play_together
+from dspark.evaluate.lockstep import Lockstep
 from dspark.maths.calibration import RoundOutcomes
 from dspark.maths.estimator import FEATURES, draft_features
 from dspark.maths.outcomes import outcomes_of
+from dspark.maths.scheduling import FixedScheduler
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
+
+ROWS = 16  # requests that share target passes; more save little where a pass of 16 tokens is bound by arithmetic
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,49 +37,6 @@ class PlayedRounds:
         )
 
 
-class ConfidenceRecorder:
-    """A scheduler that lets everything through, and remembers what each proposal looked like before it was judged.
-
-    Give :meth:`observe` every record of the request that it schedules.
-    """
-
-    needs_confidence: ClassVar[bool] = False
-
-    def __init__(self, *, block: int) -> None:
-        self._block = block
-        self._pending: Float[np.ndarray, "proposed features"] = np.zeros((0, len(FEATURES)))
-        self._records: list[RoundRecord] = []
-        self._features: list[Float[np.ndarray, "block features"]] = []
-        self._prompts: list[int] = []
-
-    def choose(self, proposal: Proposal, context_len: int) -> int:
-        self._pending = draft_features(proposal.distribution, proposal.block)
-        return proposal.block
-
-    def observe(self, record: RoundRecord, prompt: int) -> None:
-        """Take in a committed round of ``prompt``; rounds without drafts say nothing and are passed over."""
-        if not record.draft_tokens:
-            return
-        features = np.zeros((self._block, len(FEATURES)))
-        features[: len(self._pending)] = self._pending
-        self._records.append(record)
-        self._features.append(features)
-        self._prompts.append(prompt)
-
-    @property
-    def played(self) -> PlayedRounds:
-        """Everything observed. Raises :class:`DataError` if no round drafted anything."""
-        if not self._records:
-            raise DataError("no round drafted anything; give more prompts or tokens")
-        # a drafter without a head has confidence 0 throughout, for its estimator to replace
-        full = [r if r.confidence else replace(r, confidence=(0.0,) * len(r.draft_tokens)) for r in self._records]
-        return PlayedRounds(
-            outcomes=outcomes_of(full, block=self._block),
-            features=np.stack(self._features),
-            prompt=np.array(self._prompts),
-        )
-
-
 def play(
     target: Target,
     drafter: Drafter,
@@ -84,27 +45,50 @@ def play(
     sampling: SamplingParams,
     max_new_tokens: int,
     stop_token_ids: Collection[int] = (),
+    rows: int = ROWS,
     on_prompt: Callable[[int], None] = lambda done: None,
 ) -> PlayedRounds:
     """Answer every prompt, each with a seed of its own counted on from ``sampling.seed``, checking whole blocks.
 
+    ``rows`` prompts at a time go in lockstep (:mod:`dspark.evaluate.lockstep`): the rounds that each would have alone.
     ``on_prompt`` hears how many are done. Raises :class:`DataError` if no round drafted anything.
     """
-    recorder = ConfidenceRecorder(block=drafter.block_size)
-    for number, ids in enumerate(prompts):
+    waiting = deque(
+        (number, Ask(prompt_ids=tuple(ids), sampling=replace(sampling, seed=sampling.seed + number)))
+        for number, ids in enumerate(prompts)
+    )
+    features: dict[int, list[Float[np.ndarray, "block features"]]] = {number: [] for number, _ in waiting}
+    records: dict[int, tuple[RoundRecord, ...]] = {}
 
-        def keep(record: RoundRecord, prompt: int = number) -> None:
-            recorder.observe(record, prompt)
+    def proposed(number: int, proposal: Proposal) -> None:
+        if proposal.block:
+            found = np.zeros((drafter.block_size, len(FEATURES)))
+            found[: proposal.block] = draft_features(proposal.distribution, proposal.block)
+            features[number].append(found)
 
-        generate(
-            target,
-            drafter,
-            ids,
-            sampling=replace(sampling, seed=sampling.seed + number),
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids,
-            scheduler=recorder,
-            on_round=keep,
-        )
-        on_prompt(number + 1)
-    return recorder.played
+    def ended(number: int, ask: Ask, completion: Completion) -> None:
+        records[number] = tuple(record for record in completion.rounds if record.draft_tokens)
+        on_prompt(len(records))
+
+    play_together(
+        target,
+        drafter,
+        waiting,
+        rows=rows,
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
+        scheduler=FixedScheduler(),
+        ended=ended,
+        proposed=proposed,
+        turn=Lockstep(),
+    )
+    rounds = [record for number in sorted(records) for record in records[number]]
+    if not rounds:
+        raise DataError("no round drafted anything; give more prompts or tokens")
+    # a drafter without a head has confidence 0 throughout, for its estimator to replace
+    full = [r if r.confidence else replace(r, confidence=(0.0,) * len(r.draft_tokens)) for r in rounds]
+    return PlayedRounds(
+        outcomes=outcomes_of(full, block=drafter.block_size),
+        features=np.concatenate([features[number] for number in sorted(records) if features[number]]),
+        prompt=np.repeat(sorted(records), [len(records[number]) for number in sorted(records)]),
+    )
