@@ -83,6 +83,12 @@ def test_progress_tells_the_time_left_from_the_pace_since_the_first_report() -> 
     assert progress_text(line, 1830, since=(30, 70.0)).endswith("...")  # no pace yet
 
 
+def test_steps_that_learn_states_say_so_instead_of_an_acceptance() -> None:
+    line = {"step": 3, "seconds": 7.0, "loss": 0.25, "tokens_per_second": 80.4, "blocks_per_second": 99.6}
+    words = progress_text(line, 30, since=(1, 3.0))
+    assert words.startswith("3/30, learning the target's states, error 0.250, 80 tokens/s") and "nan" not in words
+
+
 def test_evaluations_show_decoded_before_analytic_acceptance() -> None:
     assert evaluation_text({"step": 1, "loss": 2.0}) is None
     line = {"held_out_analytic": {"mean": 1.25}, "held_out_decoded": {"acceptance_length": 1.5, "math": 2.0}}

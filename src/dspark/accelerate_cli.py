@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from dspark.numbers import number_text
 from dspark.road.plan import clock_text
 from dspark.road.road import Progress as RoadProgress
 from dspark.road.road import RoadConfig
@@ -48,16 +48,14 @@ def result_lines(result: Result, config: RoadConfig) -> list[str]:
     for name, report in compared["reports"].items():
         mean = report["mean"]
         lines.append(
-            f"{name}: {_figure(mean['speedup'])} times the speed, {_figure(mean['acceptance_length'])} tokens a round, "
-            f"{_figure(mean['tokens_per_second'])} tokens/s instead of {_figure(mean['plain_tokens_per_second'])}"
+            f"{name}: {number_text(mean['speedup'])} times the speed, "
+            f"{number_text(mean['acceptance_length'])} tokens a round, "
+            f"{number_text(mean['tokens_per_second'])} tokens/s "
+            f"instead of {number_text(mean['plain_tokens_per_second'])}"
         )
     chosen = f"--model {config.model} --drafter {result.folder} --scheduler {compared['scheduler']}"
     lines.append(f"worked for {clock_text(result.seconds)}; try it: dspark generate PROMPT {chosen}")
     return lines
-
-
-def _figure(value: Any) -> str:  # Any: a number, or None where nothing could be measured
-    return "-" if value is None else f"{value:.2f}"
 
 
 class _Board:

@@ -36,6 +36,7 @@ from dspark.maths.scheduling import GreedyScheduler, ThresholdScheduler
 from dspark.models.drafter import NoDrafter
 from dspark.models.registry import default_drafter_folder, load_drafter
 from dspark.models.target import Target
+from dspark.numbers import number_text
 
 PARTS = {"greedy": 0.2, "low": 0.15, "sampled": 0.65, "depth": 0.3}  # and their shares of the time
 DEFAULT_PARTS = ("greedy", "low", "sampled")
@@ -293,7 +294,7 @@ def _print_greedy(out: Console, part: GreedyPart) -> None:
             str(row.faults),
             f"{max((p.gap for p in row.partings), default=0.0):.4f}",
             str(row.tokens),
-            f"{row.acceptance_length:.2f}",
+            number_text(row.acceptance_length),
         )
         for row in part.rows
     ]

@@ -32,6 +32,7 @@ from dspark.evaluate.figures import (
 )
 from dspark.evaluate.peer import Peer
 from dspark.maths.scheduling import FixedScheduler, Scheduler
+from dspark.numbers import DASH, number_text
 
 DRAFT_STYLE = "green"  # of tokens that the drafter wrote and the target accepted
 
@@ -189,13 +190,7 @@ def _measured(
 
 def bench_data(bundle: Bundle, report: BenchReport, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A benchmark's figures for ``--json``."""
-    return {**bundle_data(bundle), **{k: plain_data(v) for k, v in settings.items()}, **_object(report)}
-
-
-def _object(report: BenchReport) -> dict[str, Any]:
-    data = plain_data(report)
-    assert isinstance(data, dict)
-    return data
+    return {**bundle_data(bundle), **{k: plain_data(v) for k, v in settings.items()}, **plain_data(report)}
 
 
 def print_report(report: BenchReport, *, peer: str | None = None) -> None:
@@ -211,13 +206,13 @@ def print_report(report: BenchReport, *, peer: str | None = None) -> None:
         table.add_row(
             name,
             str(figures.prompts),
-            f"{figures.speedup:.2f}x",
-            f"{figures.acceptance_length:.2f}",
-            f"{figures.tokens_per_second:.1f}",
-            f"{figures.plain_tokens_per_second:.1f}",
-            *([f"{figures.peer_tokens_per_second or math.nan:.1f}"] if peer else []),
-            f"{figures.round_ms.round:.1f}",
-            f"{same.count}/{same.total}" if same else "-",
+            number_text(figures.speedup, ".2f") + ("x" if math.isfinite(figures.speedup) else ""),
+            number_text(figures.acceptance_length),
+            number_text(figures.tokens_per_second, ".1f"),
+            number_text(figures.plain_tokens_per_second, ".1f"),
+            *([number_text(figures.peer_tokens_per_second, ".1f")] if peer else []),
+            number_text(figures.round_ms.round, ".1f"),
+            f"{same.count}/{same.total}" if same else DASH,
             style="bold" if name == "mean" else "",
         )
     out.print(table)
@@ -259,7 +254,8 @@ def show_demo(bundle: Bundle, prompts: Sequence[BenchPrompt], config: BenchConfi
             status.update(f"{len(pairs)} of {len(prompts)} prompts")
     report = bench_report(pairs, greedy=True, tolerance=tolerance)
     print_report(report)
-    out.print(f"{report.mean.speedup:.2f}x the speed of the same engine without drafts.")
+    if math.isfinite(report.mean.speedup):
+        out.print(f"{report.mean.speedup:.2f}x the speed of the same engine without drafts.")
 
 
 def _coloured(completion: Completion, bundle: Bundle) -> Text:
@@ -270,8 +266,10 @@ def _coloured(completion: Completion, bundle: Bundle) -> Text:
 
 
 def speeds_text(pair: Pair) -> str:
-    """Speeds of both ways."""
+    """Speeds of both ways, where the answer went on after its first token."""
     drafted, plain = pair.drafted, pair.plain
+    if not drafted.rounds or not plain.rounds:
+        return "the answer ended at its first token, which needs no draft"
     return (
         f"{drafted.tokens_per_second:.1f} tokens/s instead of {plain.tokens_per_second:.1f} "
         f"({drafted.tokens_per_second / plain.tokens_per_second:.2f}x), acceptance {drafted.acceptance_length:.2f}"

@@ -108,14 +108,24 @@ class _Board:
 
 
 def progress_text(line: Mapping[str, Any], steps: int, *, since: tuple[int, float]) -> str:
-    """Step, loss, analytic acceptance, speed and time left; ``since`` is an earlier (step, seconds) of the same run."""
+    """Step, loss, analytic acceptance, speed and time left; ``since`` is an earlier (step, seconds) of the same run.
+
+    Steps that learn the target's states have no acceptance yet; their loss is the states' relative error.
+    """
     pace = (line["seconds"] - since[1]) / max(1, line["step"] - since[0])
     left = round(pace * (steps - line["step"]))
     remaining = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left" if left or line["step"] == steps else "..."
+    length = line.get("acceptance_length")
+    figures = f"loss {line['loss']:.3f}, acceptance length {length:.2f}" if length is not None else states_text(line)
     return (
-        f"{line['step']}/{steps}, loss {line['loss']:.3f}, acceptance length {line['acceptance_length']:.2f}, "
+        f"{line['step']}/{steps}, {figures}, "
         f"{line['tokens_per_second']:.0f} tokens/s, {line['blocks_per_second']:.0f} blocks/s, {remaining}"
     )
+
+
+def states_text(line: Mapping[str, Any]) -> str:
+    """A log line of a step that learns the target's states."""
+    return f"learning the target's states, error {line['loss']:.3f}"
 
 
 def evaluation_text(line: Mapping[str, Any]) -> str | None:

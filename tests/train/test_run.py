@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,6 +131,24 @@ def test_of_equally_good_drafters_the_newest_is_kept(base: TrainConfig, tmp_path
     train(config, evaluate=lambda *_: {"acceptance_length": 2.0})
     best, last = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("best", "last"))
     assert all(torch.equal(best[name], last[name]) for name in last)
+
+
+def test_a_log_is_json_and_tells_of_acceptance_where_there_is_any(base: TrainConfig, tmp_path: Path) -> None:
+    """Steps that learn the target's states have none, and a drafter without a confidence head no error of it."""
+    train(replace(base, out=str(tmp_path / "run"), steps=3, state_steps=1, log_every=1, confidence=False))
+    kept = [text for text in (tmp_path / "run" / "log.jsonl").read_text().splitlines() if '"loss"' in text]
+    first, second, _ = (json.loads(text, parse_constant=pytest.fail) for text in kept)
+    assert "acceptance_length" not in first and second["acceptance_length"] >= 1.0
+    assert second["confidence_error"] is None
+
+
+def test_a_drafter_that_has_diverged_is_never_the_best(base: TrainConfig, tmp_path: Path) -> None:
+    scores = iter([math.nan, 1.5, math.nan, 1.25])
+    config = replace(base, out=str(tmp_path / "run"), steps=4, evaluate_every=1, save_seconds=0.0)
+    train(config, evaluate=lambda *_: {"acceptance_length": next(scores)})
+    newest = sorted((tmp_path / "run").glob("state-*"))[-1]
+    facts = json.loads((newest / "facts.json").read_text(), parse_constant=pytest.fail)
+    assert (facts["best"], facts["stale"]) == (1.5, 2)
 
 
 def test_masters_and_moments_are_fp32_whatever_the_products_are(base: TrainConfig, tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ explain makes the verdict "changed"; a part that could not have seen one makes i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dspark.core import SamplingParams
 from dspark.evaluate.audit_greedy import GreedyPart, Variant
 from dspark.evaluate.audit_sampled import Case, SampledPart
+from dspark.numbers import json_data
 
 REPORT_KIND, REPORT_VERSION = "dspark-audit", 1
 SIGNIFICANT_DIGITS = 6  # of numbers in a report's JSON
@@ -136,16 +136,5 @@ def sampled_cases(
 def report_data(report: AuditReport) -> dict[str, object]:
     """A report as JSON can hold it; nan and infinity become null."""
     facts = {"verdict": report.verdict, "faults": report.faults, "weaknesses": report.weaknesses}
-    data = _plain({**facts, **asdict(report)})
-    assert isinstance(data, dict)
-    return data
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if math.isfinite(value) else None
-    return value
+    data = json_data({**facts, **asdict(report)}, rounded=lambda value: float(f"{value:.{SIGNIFICANT_DIGITS}g}"))
+    return dict(data)

@@ -7,7 +7,7 @@ fitted on the rounds that the estimator knows.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from dspark.errors import DataError
 from dspark.evaluate.recorder import PlayedRounds
 from dspark.maths.calibration import GRID, RoundOutcomes, SlotQuality, fit_temperatures, judge, scaled, summarise
 from dspark.maths.estimator import Estimator, fit_estimator
+from dspark.numbers import json_data
 
 LEAST_ROUNDS = 100  # in each share
 
@@ -103,5 +104,5 @@ def _with_confidence(played: PlayedRounds, estimator: Estimator | None) -> Round
 
 
 def quality_fields(slots: list[SlotQuality]) -> tuple[dict[str, Any], ...]:
-    """Judgements for JSON, which has no nan: null there."""
-    return tuple({k: None if v != v else v for k, v in asdict(slot).items()} for slot in slots)
+    """Judgements for JSON."""
+    return tuple(json_data(slot) for slot in slots)

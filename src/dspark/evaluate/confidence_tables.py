@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from dspark.evaluate.figures import plain_data
 from dspark.evaluate.records import Cell
 from dspark.evaluate.tables import TextTable, temperature_name
 from dspark.maths.calibration import SlotQuality, judge, summarise
+from dspark.numbers import number_text
 
 SHOWN_THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
 
@@ -66,13 +66,7 @@ def confidence_tables(found: Sequence[ConfidenceFigures]) -> list[TextTable]:
 
 def confidence_data(found: Sequence[ConfidenceFigures]) -> list[Any]:
     """For JSON; null where there is no number."""
-    data = plain_data(list(found))
-    assert isinstance(data, list)
-    return data
-
-
-def _number(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else format(value, form)
+    return list(plain_data(list(found)))
 
 
 def _quality(each: ConfidenceFigures) -> TextTable:
@@ -84,16 +78,16 @@ def _quality(each: ConfidenceFigures) -> TextTable:
         row = [
             str(place + 1) if isinstance(place, int) else f"= {place}",
             str(raw.count),
-            _number(raw.label, ".3f"),
-            _number(raw.ece, ".2%"),
-            _number(raw.auc, ".3f"),
-            _number(raw.brier, ".3f"),
+            number_text(raw.label, ".3f"),
+            number_text(raw.ece, ".2%"),
+            number_text(raw.auc, ".3f"),
+            number_text(raw.brier, ".3f"),
         ]
         if fitted is not None:
             sides = fitted.before, fitted.after
             one, two = (side[place] if isinstance(place, int) else summarise(side) for side in sides)
             row += [f"{fitted.sts_temperatures[place]:.2f}" if isinstance(place, int) else ""]
-            row += [_number(side.ece, ".2%") for side in (one, two)]
+            row += [number_text(side.ece, ".2%") for side in (one, two)]
         rows.append(tuple(row))
     head = ["position", "rounds", "survival", "ECE", "AUC", "Brier"]
     head += ["T", "ECE held out", "after STS"] if fitted else []
@@ -109,7 +103,7 @@ def _thresholds(each: ConfidenceFigures) -> TextTable:
     rows = []
     for domain, sweep in each.sweeps.items():
         points = [point for point in sweep.points if point.threshold in SHOWN_THRESHOLDS]
-        rows.append((domain, str(sweep.rounds), "accepted", *(_number(p.acceptance_rate, ".1%") for p in points)))
+        rows.append((domain, str(sweep.rounds), "accepted", *(number_text(p.acceptance_rate, ".1%") for p in points)))
         rows.append(("", "", "per round", *(f"{p.acceptance_length:.2f}" for p in points)))
     head = ("domain", "rounds", "tokens", *(f"{threshold:g}" for threshold in SHOWN_THRESHOLDS))
     falls = [domain for domain, sweep in each.sweeps.items() if not sweep.monotone]

@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from dspark.core import Completion, RoundRecord
+from dspark.numbers import json_data, ratio
 
 
 def proposed(record: RoundRecord) -> int:
@@ -43,7 +45,7 @@ def prefix_acceptance(rounds: Sequence[RoundRecord]) -> tuple[float, ...]:
 def conditional_acceptance(rounds: Sequence[RoundRecord]) -> tuple[float, ...]:
     """Share of drafts at each position that survive once all before them have, 0..1; nan where that never happened."""
     return tuple(
-        _ratio(sum(r.accepted > k for r in rounds), sum(r.accepted >= k and proposed(r) > k for r in rounds))
+        ratio(sum(r.accepted > k for r in rounds), sum(r.accepted >= k and proposed(r) > k for r in rounds))
         for k in range(_longest(rounds))
     )
 
@@ -129,12 +131,12 @@ def domain_figures(pairs: Sequence[Pair], *, greedy: bool, tolerance: float) -> 
     peer = _median(peer_speeds) if peer_speeds else None
     return DomainFigures(
         prompts=len(pairs),
-        speedup=_ratio(speed, plain),
+        speedup=ratio(speed, plain),
         acceptance_length=acceptance_length(rounds),
         tokens_per_second=speed,
         plain_tokens_per_second=plain,
         peer_tokens_per_second=peer,
-        peer_speedup=None if peer is None else _ratio(speed, peer),
+        peer_speedup=None if peer is None else ratio(speed, peer),
         prefix_acceptance=prefix_acceptance(rounds),
         conditional_acceptance=conditional_acceptance(rounds),
         round_ms=stage_times(rounds),
@@ -191,19 +193,9 @@ def mean_figures(domains: Sequence[DomainFigures]) -> DomainFigures:
     )
 
 
-def plain_data(value: object) -> object:
-    """``value`` as JSON can hold it: dataclasses become objects, tuples and sets lists, nan and infinity null."""
-    if hasattr(value, "__dataclass_fields__"):
-        return plain_data(asdict(value))  # type: ignore[call-overload]
-    if isinstance(value, dict):
-        return {str(k): plain_data(v) for k, v in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, (list, tuple)):
-        return [plain_data(v) for v in value]
-    if isinstance(value, float):
-        return round(value, 4) if math.isfinite(value) else None
-    return value
+def plain_data(value: object) -> Any:  # Any: what json.dumps takes
+    """:func:`dspark.numbers.json_data` to four decimals."""
+    return json_data(value, rounded=lambda number: round(number, 4))
 
 
 def _sum_agreements(parts: Sequence[Agreement | None]) -> Agreement | None:
@@ -220,10 +212,6 @@ def _sum_agreements(parts: Sequence[Agreement | None]) -> Agreement | None:
 
 def _longest(rounds: Sequence[RoundRecord]) -> int:
     return max((proposed(r) for r in rounds), default=0)
-
-
-def _ratio(over: int | float, under: int | float) -> float:
-    return over / under if under else math.nan
 
 
 def _finite(values: Iterable[float]) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 from dspark.evaluate.comparison import OVERALL, AtTemperature, Comparison, Figures
 from dspark.evaluate.figures import plain_data
 from dspark.evaluate.intervals import Estimate
+from dspark.numbers import DASH, number_text
 
 WITH_INTERVALS = 4  # most drafters side by side whose intervals a terminal has room for
 
@@ -28,7 +29,7 @@ class TextTable:
 def shown(estimate: Estimate | None, digits: int = 2, *, sign: bool = False) -> str:
     """``2.13 [2.01, 2.25]``; a dash where there is no figure."""
     if estimate is None or math.isnan(estimate.value):
-        return "-"
+        return DASH
     form = f"{'+' if sign else ''}.{digits}f"
     value = format(estimate.value, form)
     if estimate.low is None or estimate.high is None:
@@ -122,8 +123,8 @@ def _positions(at: AtTemperature) -> list[TextTable]:
 
 
 def _row(estimates: Sequence[Estimate], longest: int) -> tuple[str, ...]:
-    values = [f"{e.value:.2f}" if not math.isnan(e.value) else "-" for e in estimates]
-    return (*values, *["-"] * (longest - len(values)))
+    values = [number_text(each.value) for each in estimates]
+    return (*values, *[DASH] * (longest - len(values)))
 
 
 def _differences(at: AtTemperature) -> list[TextTable]:
@@ -186,6 +187,4 @@ def print_tables(found: Sequence[TextTable], facts: Sequence[str]) -> None:
 
 def comparison_data(comparison: Comparison) -> Mapping[str, Any]:
     """A comparison for JSON: every figure with its interval, null where there is none."""
-    data = plain_data(comparison)
-    assert isinstance(data, dict)
-    return data
+    return dict(plain_data(comparison))

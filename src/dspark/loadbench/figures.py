@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dspark.loadbench.client import Reply
+from dspark.numbers import json_data, ratio
 
 COUNTERS = ("steps", "output_tokens", "drafted_tokens", "verified_tokens", "accepted_tokens")
 STAGE = "dspark_stage_seconds_total"
@@ -40,11 +41,8 @@ class LoadFigures:
     stage_seconds: Mapping[str, float]  # of the engine, by stage; empty for other servers
 
     def data(self) -> dict[str, Any]:
-        """For JSON: nan becomes None."""
-        return {
-            key: None if isinstance(value, float) and math.isnan(value) else value
-            for key, value in asdict(self).items()
-        }
+        """For JSON."""
+        return dict(json_data(self))
 
 
 def figures_of(
@@ -78,15 +76,15 @@ def figures_of(
         failed=sum(reply.outcome == "failed" for reply in replies),
         seconds=seconds,
         tokens=tokens,
-        tokens_per_second=tokens / seconds if seconds > 0 else float("nan"),
+        tokens_per_second=ratio(tokens, seconds),
         user_tokens_per_second=_quantile(speeds, 0.5),
         user_tokens_per_second_p10=_quantile(speeds, 0.1),
         first_token_p50=_quantile(waits, 0.5),
         first_token_p90=_quantile(waits, 0.9),
         first_token_p99=_quantile(waits, 0.99),
-        drafted_per_step=_ratio(counted["drafted_tokens"], counted["steps"]),
-        verified_per_step=_ratio(counted["verified_tokens"], counted["steps"]),
-        accepted_per_step=_ratio(counted["accepted_tokens"], counted["steps"]),
+        drafted_per_step=ratio(counted["drafted_tokens"], counted["steps"]),
+        verified_per_step=ratio(counted["verified_tokens"], counted["steps"]),
+        accepted_per_step=ratio(counted["accepted_tokens"], counted["steps"]),
         stage_seconds=stages,
     )
 
@@ -121,7 +119,3 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 def _difference(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float:
     return after[name] - before.get(name, 0.0) if name in after else float("nan")
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else float("nan")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from dspark.loadbench.measure import LoadConfig, measure
 from dspark.loadbench.pattern import Pattern
 from dspark.loadbench.servers import Served, started
 from dspark.loadbench.ways import ratios, read_levels, read_peer, read_ways
+from dspark.numbers import number_text
 
 BASE = "none"  # the way that others are compared with
 KEY_VARIABLE = "DSPARK_PEER_API_KEY"
@@ -131,7 +131,7 @@ def table(found: Sequence[LoadFigures]) -> Table:
             shown.add_row(
                 Pattern(kind=row.pattern, level=row.level).title,  # type: ignore[arg-type]
                 row.way,
-                *("-" if math.isnan(value) else f"{value:.{digits}f}" for value, digits in numbers),
+                *(number_text(value, f".{digits}f") for value, digits in numbers),
                 str(row.refused + row.failed),
             )
     return shown

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.artifacts import atomic_write_text, provenance
+from dspark.numbers import number_text
 from dspark.road.ledger import Facts
 from dspark.road.plan import clock_text
 from dspark.road.road import Road
@@ -77,14 +78,10 @@ def _rows(figures: dict[str, Any]) -> str:
     rows = [*figures["domains"].items(), ("mean", figures["mean"])]
     lines = []
     for name, found in rows:
-        numbers = [_number(found["speedup"]), _number(found["acceptance_length"])]
-        numbers += [_number(found[key], 1) for key in ("tokens_per_second", "plain_tokens_per_second")]
+        numbers = [number_text(found["speedup"]), number_text(found["acceptance_length"])]
+        numbers += [number_text(found[key], ".1f") for key in ("tokens_per_second", "plain_tokens_per_second")]
         lines.append(f"| {' | '.join([name, *numbers, _same(found['identical'])])} |\n")
     return "".join(lines)
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _same(agreement: dict[str, Any] | None) -> str:
@@ -104,5 +101,5 @@ def _advice(figures: dict[str, Any]) -> str:
 def _calibration(facts: Facts) -> str:
     if not facts["calibrated"]:
         return f"none: {facts['reason']}"
-    before, after = (_number(100 * facts[name]["ece"]) for name in ("before", "after"))
+    before, after = (number_text(100 * facts[name]["ece"]) for name in ("before", "after"))
     return f"ECE {before} % before and {after} % after, on {facts['held_out_rounds']} held-out rounds"

@@ -19,6 +19,7 @@ from typing import Any
 
 from dspark.artifacts import append_jsonl, atomic_write_text, provenance, read_json, read_jsonl
 from dspark.errors import ConfigError, DataError
+from dspark.numbers import json_data
 from dspark.road.budget import Budget
 
 VERSION = 1
@@ -54,7 +55,7 @@ class Ledger:
     def finish(self, stage: str, facts: Mapping[str, Any]) -> None:
         """Note that ``stage`` is done; its result must be on the disk by now."""
         self._append({"event": "done", "stage": stage, "spent": self.budget.spent, "facts": dict(facts)})
-        self.done[stage] = dict(facts)
+        self.done[stage] = json_data(facts)  # as a later call reads it
         self.beat(force=True)
 
     def beat(self, *, force: bool = False, **note: Any) -> None:
@@ -98,7 +99,7 @@ class Ledger:
         self._beaten = self.budget.spent
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        append_jsonl(self.folder / "ledger.jsonl", [row])
+        append_jsonl(self.folder / "ledger.jsonl", [json_data(row)])
 
 
 def _read_object(path: Path) -> Facts:

@@ -25,7 +25,7 @@ from dspark.road.road import Road
 from dspark.road.shape import draft_start, mask_token
 from dspark.train.config import TrainConfig
 from dspark.train.run import Corpus, load_corpus, train
-from dspark.train_cli import decode_held_out
+from dspark.train_cli import decode_held_out, states_text
 
 MAX_TOKENS = 512  # of a training sample
 SEQUENCES = 6  # of a step
@@ -131,8 +131,11 @@ class _Board:
             length = found.get("acceptance_length", found.get("mean"))
             self.road.progress.say(f"step {self.step}: {length:.2f} tokens a round on held-out prompts")
         else:
-            words = f"step {self.step} of {self.pace.planned}, {line['acceptance_length']:.2f} tokens a round"
-            self.road.progress.show(words, self.step / max(1, self.pace.planned))
+            length = line.get("acceptance_length")
+            words = states_text(line) if length is None else f"{length:.2f} tokens a round"
+            self.road.progress.show(
+                f"step {self.step} of {self.pace.planned}, {words}", self.step / max(1, self.pace.planned)
+            )
 
     def beat(self) -> bool:
         self.road.ledger.beat()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from dspark.errors import DataError
+from dspark.numbers import json_data
 
 LEAST_TOKENS = 8  # decoded tokens that a request needs to have a speed worth counting
 COLUMNS = (
@@ -135,11 +136,5 @@ class Log:
 
 
 def plain(point: Point) -> dict[str, Any]:
-    """A point as JSON has it: nan, which JSON has not, as None."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: clean(item) for name, item in value.items()}
-        return None if isinstance(value, float) and not np.isfinite(value) else value
-
-    return dict(clean(asdict(point)))
+    """A point as JSON has it."""
+    return dict(json_data(point))

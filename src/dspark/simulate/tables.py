@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from dspark.numbers import number_text
 from dspark.simulate.fleet import Plan
 from dspark.simulate.log import Point
 
@@ -60,6 +61,4 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 
 
 def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return number_text(value, ",.0f" if abs(value) >= 100 else ".3g")

@@ -40,7 +40,7 @@ from dspark.train.played import PlayedRounds, keep_played, played_for, played_pi
 from dspark.train.ranks import ALONE, Ranks
 from dspark.train.rounds import play_step
 from dspark.train.run_folder import claim, cut_log, log, settle_dtype
-from dspark.train.slots import Piece
+from dspark.train.slots import Piece, acceptance_figures
 from dspark.train.state import SavedState, read_state, save_state
 
 
@@ -113,7 +113,8 @@ def start(config: TrainConfig, corpus: Corpus, *, features: FeatureSource | None
         restore_optimizer(optimizer, method.model, saved.moments)
         facts = saved.facts
         run.step, run.seconds, run.blocks = facts["train_step"], facts["seconds"], facts["blocks"]
-        run.standing = Standing(facts["best"], facts["measure"], facts.get("stale", 0))
+        best = -math.inf if facts["best"] is None else facts["best"]
+        run.standing = Standing(best, facts["measure"], facts.get("stale", 0))
     return run
 
 
@@ -222,6 +223,7 @@ def _lengthen(run: Run, steps: int) -> None:
 
 
 def _one_step(run: Run) -> dict[str, Any]:
+    """Do the next step; a step that regresses states has a loss, and no acceptance to tell of."""
     begin, config = time.perf_counter(), run.config
     rate = learning_rate(
         run.step,
@@ -233,17 +235,13 @@ def _one_step(run: Run) -> dict[str, Any]:
     )
     pieces, features = _pieces(run)
     result = cut_step(run.parallel, run.optimizer, pieces, features, config, step=run.step, rate=rate, ranks=run.ranks)
-    seconds, numbers = time.perf_counter() - begin, result.numbers
+    seconds, numbers, states = time.perf_counter() - begin, result.numbers, run.step < config.state_steps
     run.step += 1
     run.seconds += seconds
     run.blocks += numbers.blocks
     return {
         "loss": float(numbers.loss.detach()),
-        "ce": numbers.ce,
-        "l1": numbers.l1,
-        "acceptance_length": numbers.acceptance_length,
-        "acceptance_rate": [round(float(x), 4) for x in numbers.acceptance_rate],
-        "confidence_error": numbers.confidence_error,
+        **({} if states else acceptance_figures(numbers)),
         "gradient_norm": result.gradient_norm,
         "learning_rate": rate,
         "blocks_per_second": numbers.blocks / seconds,
@@ -297,7 +295,7 @@ def _judge(run: Run, method: Method, evaluate: Evaluate | None) -> tuple[dict[st
         score = line["held_out_decoded"]["acceptance_length"]
         measure = ["decoded", run.config.evaluate_prompts, run.config.evaluate_tokens]
     before = run.standing if measure == run.standing.measure else Standing()  # other measures do not compare
-    if score < before.best:
+    if not score >= before.best:  # nan, of a run that has diverged, is no drafter to keep
         return line, Standing(before.best, measure, before.stale + 1)
     _keep(run, method, "best")  # of equals the newest, whose confidences have learned longest
     return line, Standing(score, measure, 0 if score > before.best else before.stale + 1)

@@ -15,6 +15,7 @@ from typing import Any
 from dspark.artifacts import atomic_write_text, provenance
 from dspark.errors import ConfigError
 from dspark.models.loading import choose_device, choose_dtype
+from dspark.numbers import json_data
 from dspark.train.config import TrainConfig
 
 FREE_FIELDS = frozenset(  # what a resumed run may change: its length, what watches it, and how its steps are cut up
@@ -95,6 +96,6 @@ def _belongs(text: str, step: int) -> bool:
 
 
 def log(folder: Path, line: dict[str, Any]) -> None:
-    """Append a line to the log."""
+    """Append a line to the log; a figure that there is none of (nan) is null."""
     with open(folder / "log.jsonl", "a") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(json_data(line), allow_nan=False) + "\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -60,6 +61,17 @@ class StepNumbers:
     l1: float
     blocks: int
     slots: Int[Tensor, "block"]  # supervised ones, by their place in the block
+
+
+def acceptance_figures(numbers: StepNumbers) -> dict[str, Any]:
+    """What a step over blocks says of the drafter, for the log."""
+    return {
+        "ce": numbers.ce,
+        "l1": numbers.l1,
+        "acceptance_length": numbers.acceptance_length,
+        "acceptance_rate": [round(float(x), 4) for x in numbers.acceptance_rate],
+        "confidence_error": numbers.confidence_error,
+    }
 
 
 def as_sums(numbers: StepNumbers) -> Float[Tensor, "sums"]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dspark.artifacts import atomic_folder
+from dspark.numbers import json_data
 from dspark.train.optim import optimizer_tensors
 from dspark.train.ranks import ALONE, Ranks
 from dspark.train.shards import whole
@@ -42,8 +43,8 @@ def save_state(
     keep: int = 2,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write masters, moments and ``facts`` (JSON) as of ``train_step`` finished steps; keep the newest ``keep``
-    states. All processes of a run must ask; the first one writes."""
+    """Write masters, moments and ``facts`` (as JSON, infinities null) as of ``train_step`` finished steps; keep the
+    newest ``keep`` states. All processes of a run must ask; the first one writes."""
     tensors = {f"model/{k}": v for k, v in whole(model.state_dict(), keep=ranks.leads).items()}
     moments = whole(optimizer_tensors(optimizer, model), keep=ranks.leads)
     tensors |= {f"optim/{k}": v for k, v in moments.items()}
@@ -51,7 +52,7 @@ def save_state(
         return
     with atomic_folder(run / f"state-{train_step:08d}", existing="keep") as folder:
         save_file(tensors, folder / "state.safetensors")
-        (folder / "facts.json").write_text(json.dumps({"train_step": train_step, **facts}))
+        (folder / "facts.json").write_text(json.dumps(json_data({"train_step": train_step, **facts})))
     for old in sorted(run.glob("state-*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 
