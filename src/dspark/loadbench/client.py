@@ -1,16 +1,15 @@
-"""One streamed chat completion, timed; the part that speaks HTTP."""
+"""One streamed chat completion, timed: what is asked, and what the reply says."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import httpx
-
 from dspark.errors import ConfigError
+from dspark.loadbench.wire import Part, Received, Wire, WireError
 
 Outcome = Literal["ok", "refused", "failed"]  # refused: 429 or 503, the server's own word that it is full
 
@@ -58,7 +57,7 @@ class Reply:
     outcome: Outcome
     sent: float
     first: float | None  # first text; None: there was none
-    ended: float
+    ended: float  # the stream's end
     tokens: int  # as the server counts them
     text: str
     error: str = ""  # of a request that was refused or failed
@@ -76,55 +75,86 @@ class Reply:
         return (self.tokens - 1) / (self.ended - self.first)
 
 
-async def ask(client: httpx.AsyncClient, way: Way, request: LoadRequest, *, begin: float) -> Reply:
-    """Send a request and read its stream to the end. Never raises for what the server does; ``begin`` is the run's
-    ``time.monotonic()``."""
-    headers = {"Authorization": f"Bearer {way.api_key}"} if way.api_key else {}
-    sent = time.monotonic() - begin
-    first: float | None = None
-    pieces: list[str] = []
-    tokens, outcome, error = 0, "ok", ""
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """A request's reply as it came, not yet read; times by ``time.monotonic``."""
+
+    sent: float
+    ended: float
+    received: Received | None  # None: there was none
+    error: str = ""
+
+    def read(self, *, begin: float) -> Reply:
+        """What it says, in times since ``begin``. Never raises for what a server sends."""
+        received = self.received
+        if received is None:
+            return self._reply("failed", begin, error=self.error)
+        if received.status != 200:
+            outcome: Outcome = "refused" if received.status in (429, 503) else "failed"
+            text = received.body.decode("utf-8", errors="replace")
+            return self._reply(outcome, begin, error=f"status {received.status}: {text[:200]}")
+        first: float | None = None
+        pieces: list[str] = []
+        tokens, error = 0, ""
+        try:
+            for at, event in events(received.parts):
+                if "error" in event:
+                    error = str(event["error"])[:200]
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+                if text := piece(event):
+                    first = at - begin if first is None else first
+                    pieces.append(text)
+        except (ValueError, TypeError, AttributeError, LookupError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if not error and tokens == 0:
+            error = "the stream ended without usage"
+        return self._reply("failed" if error else "ok", begin, first, tokens, "".join(pieces), error)
+
+    def _reply(
+        self,
+        outcome: Outcome,
+        begin: float,
+        first: float | None = None,
+        tokens: int = 0,
+        text: str = "",
+        error: str = "",
+    ) -> Reply:
+        return Reply(
+            outcome=outcome,
+            sent=self.sent - begin,
+            first=first,
+            ended=self.ended - begin,
+            tokens=tokens,
+            text=text,
+            error=error,
+        )
+
+
+async def ask(wire: Wire, way: Way, request: LoadRequest) -> Heard:
+    """Send a request and keep its stream to the end, unread. Never raises for what the server does."""
+    headers = {"Content-Type": "application/json"}
+    if way.api_key:
+        headers["Authorization"] = f"Bearer {way.api_key}"
+    body = json.dumps(request.body(way.model)).encode()
+    sent = time.monotonic()
     try:
-        async with client.stream(
-            "POST", f"{way.url.rstrip('/')}/v1/chat/completions", json=request.body(way.model), headers=headers
-        ) as response:
-            if response.status_code != 200:
-                await response.aread()
-                outcome = "refused" if response.status_code in (429, 503) else "failed"
-                error = f"status {response.status_code}: {response.text[:200]}"
-            else:
-                async for event in events(response):
-                    if "error" in event:
-                        outcome, error = "failed", str(event["error"])[:200]
-                    tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-                    if text := piece(event):
-                        first = time.monotonic() - begin if first is None else first
-                        pieces.append(text)
-    except (httpx.HTTPError, json.JSONDecodeError) as failure:
-        outcome, error = "failed", f"{type(failure).__name__}: {failure}"
-    ended = time.monotonic() - begin
-    if outcome == "ok" and tokens == 0:
-        outcome, error = "failed", "the stream ended without usage"
-    return Reply(
-        outcome=outcome,  # type: ignore[arg-type]
-        sent=sent,
-        first=first,
-        ended=ended,
-        tokens=tokens,
-        text="".join(pieces),
-        error=error,
-    )
+        received = await wire.send("POST", f"{way.url.rstrip('/')}/v1/chat/completions", headers=headers, body=body)
+    except (WireError, OSError) as failure:
+        return Heard(sent=sent, ended=time.monotonic(), received=None, error=f"{type(failure).__name__}: {failure}")
+    return Heard(sent=sent, ended=received.ended, received=received)
 
 
-async def events(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The JSON objects of a server-sent stream, up to its ``[DONE]``."""
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
-            return
-        yield json.loads(data)
+def events(parts: Iterable[Part]) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    """The JSON objects of a server-sent stream, each with the time at which it was complete, up to its ``[DONE]``."""
+    rest = b""
+    for at, data in parts:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                told = line[5:].strip()
+                if told == b"[DONE]":
+                    return
+                yield at, json.loads(told)
 
 
 def piece(event: Mapping[str, Any]) -> str:

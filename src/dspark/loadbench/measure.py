@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import httpx
-
 from dspark.errors import ConfigError
-from dspark.loadbench.client import LoadRequest, Reply, Way, ask
+from dspark.loadbench.client import Heard, LoadRequest, Way, ask
 from dspark.loadbench.figures import LoadFigures, figures_of, merged, read_metrics
 from dspark.loadbench.pattern import Pattern, play
 from dspark.loadbench.servers import Served
+from dspark.loadbench.wire import Wire, WireError
 
 WARM_UP = 2  # requests
 
@@ -85,26 +84,28 @@ def run(way: Way, pattern: Pattern, requests: Sequence[LoadRequest], config: Loa
     """One measurement: the requests sent by the pattern, with the server's counters read before and after."""
 
     async def all_of_it() -> LoadFigures:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx.Timeout(config.timeout, connect=30.0, pool=None)
-        async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
-            before = await counters(client, way)
+        wire = Wire(seconds=config.timeout)
+        try:
+            before = await counters(wire, way)
             begin = time.monotonic()
 
-            async def send(request: LoadRequest) -> Reply:
-                return await ask(client, way, request, begin=begin)
+            async def send(request: LoadRequest) -> Heard:
+                return await ask(wire, way, request)
 
-            replies = await play(pattern, requests, send, seed=config.seed)
-            after = await counters(client, way)
+            heard = await play(pattern, requests, send, seed=config.seed)
+            after = await counters(wire, way)
+        finally:
+            wire.close()
+        replies = [one.read(begin=begin) for one in heard]
         return figures_of(way.name, pattern.kind, pattern.level, replies, before=before, after=after)
 
     return asyncio.run(all_of_it())
 
 
-async def counters(client: httpx.AsyncClient, way: Way) -> dict[str, float]:
+async def counters(wire: Wire, way: Way) -> dict[str, float]:
     """The server's Prometheus counters; empty where it has none."""
     try:
-        response = await client.get(f"{way.url.rstrip('/')}/metrics", timeout=10.0)
-    except httpx.HTTPError:
+        received = await wire.send("GET", f"{way.url.rstrip('/')}/metrics")
+    except (WireError, OSError):
         return {}
-    return read_metrics(response.text) if response.status_code == 200 else {}
+    return read_metrics(received.body.decode("utf-8", errors="replace")) if received.status == 200 else {}

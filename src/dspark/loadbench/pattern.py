@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from dspark.errors import ConfigError
-from dspark.loadbench.client import LoadRequest, Reply
+from dspark.loadbench.client import LoadRequest
 
-Ask = Callable[[LoadRequest], Awaitable[Reply]]
+Answer = TypeVar("Answer")
+Ask = Callable[[LoadRequest], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +37,15 @@ class Pattern:
         return max(per_user, round(self.level * per_user))
 
 
-async def play(pattern: Pattern, requests: Sequence[LoadRequest], ask: Ask, *, seed: int = 0) -> list[Reply]:
+async def play(pattern: Pattern, requests: Sequence[LoadRequest], ask: Ask[Answer], *, seed: int = 0) -> list[Answer]:
     """Send all requests in their order by the pattern; replies in the order of the requests."""
     if pattern.kind == "closed":
         return await _closed(int(pattern.level), requests, ask)
     return await _open(pattern.level, requests, ask, random.Random(seed))
 
 
-async def _closed(users: int, requests: Sequence[LoadRequest], ask: Ask) -> list[Reply]:
-    replies: list[Reply | None] = [None] * len(requests)
+async def _closed(users: int, requests: Sequence[LoadRequest], ask: Ask[Answer]) -> list[Answer]:
+    replies: list[Answer | None] = [None] * len(requests)
     waiting = iter(range(len(requests)))
 
     async def user() -> None:
@@ -57,7 +58,7 @@ async def _closed(users: int, requests: Sequence[LoadRequest], ask: Ask) -> list
     return [reply for reply in replies if reply is not None]
 
 
-async def _open(rate: float, requests: Sequence[LoadRequest], ask: Ask, rng: random.Random) -> list[Reply]:
+async def _open(rate: float, requests: Sequence[LoadRequest], ask: Ask[Answer], rng: random.Random) -> list[Answer]:
     loop = asyncio.get_running_loop()
     due, tasks = loop.time(), []
     async with asyncio.TaskGroup() as group:
@@ -68,5 +69,5 @@ async def _open(rate: float, requests: Sequence[LoadRequest], ask: Ask, rng: ran
     return [task.result() for task in tasks]
 
 
-async def _reply(ask: Ask, request: LoadRequest) -> Reply:
+async def _reply(ask: Ask[Answer], request: LoadRequest) -> Answer:
     return await ask(request)
