@@ -25,7 +25,8 @@ from dspark.core import SamplingParams
 from dspark.errors import ConfigError, RequestError
 from dspark.maths.sampling import RequestStreams, target_probs
 from dspark.models.native_verification import verify_batch
-from dspark.serve.constraint import ConstrainedShaper, Constraint, GrammarLimits, Grammars
+from dspark.serve.constraint import ConstrainedShaper, Constraint
+from dspark.serve.grammars import GrammarLimits, Grammars
 
 Cut = Callable[[ConstrainedShaper, Sequence[int]], int]  # how many drafts are verified
 

@@ -13,7 +13,8 @@ from tiny_chat import save_chat_model, save_random_drafter
 
 from dspark.bundle import Bundle
 from dspark.core import SamplingParams
-from dspark.serve.constraint import Constraint, Grammars
+from dspark.serve.constraint import Constraint
+from dspark.serve.grammars import Grammars
 from dspark.serve.llm import LLM, AnswerParams
 from dspark.serve.settings import EngineConfig
 

@@ -10,8 +10,9 @@ from simulation_scenes import CERTAIN, NEVER, flat_costs, scene
 
 from dspark.errors import ConfigError
 from dspark.simulate.acceptance import AcceptanceModel, ModelledRounds
+from dspark.simulate.arrivals import OpenLoop
 from dspark.simulate.costs import SyntheticCosts
-from dspark.simulate.loop import Engine, EngineShape, OpenLoop
+from dspark.simulate.loop import Engine, EngineShape
 from dspark.simulate.sweep import closed_loop, open_loop, trace
 from dspark.simulate.ways import ALL, read_way
 from dspark.simulate.workload import Lengths, Requests

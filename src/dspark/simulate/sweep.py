@@ -15,9 +15,10 @@ from dspark.simulate.acceptance import (
     ReplayedRounds,
     RoundSource,
 )
+from dspark.simulate.arrivals import Arrivals, ClosedLoop, OpenLoop
 from dspark.simulate.costs import Costs
 from dspark.simulate.log import Point
-from dspark.simulate.loop import Arrivals, ClosedLoop, Engine, EngineShape, OpenLoop
+from dspark.simulate.loop import Engine, EngineShape
 from dspark.simulate.ways import Way
 from dspark.simulate.workload import Lengths, Requests, poisson
 

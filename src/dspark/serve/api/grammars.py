@@ -9,13 +9,14 @@ from dspark.errors import ConfigError, RequestError
 from dspark.serve.api.config import ServedModel
 from dspark.serve.api.errors import bad_request, unsupported
 from dspark.serve.api.schemas import ChatRequest, CompletionRequest, JsonSchemaFormat, StructuredOutputs
-from dspark.serve.constraint import Constraint, Grammars
+from dspark.serve.constraint import Constraint
+from dspark.serve.grammars import Grammars
 
 NAMES = ("json", "json_object", "regex", "choice", "grammar")
 
 
 class Compiler:
-    """The model's :class:`dspark.serve.constraint.Grammars`, made when the first constraint is asked for."""
+    """The model's :class:`dspark.serve.grammars.Grammars`, made when the first constraint is asked for."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
