@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import time
 from contextlib import aclosing
@@ -18,10 +17,11 @@ from dspark.errors import RequestError
 from dspark.serve.api.errors import ApiError, bad_request, internal, overloaded, stopping, too_slow
 from dspark.serve.api.live import Running
 from dspark.serve.api.logs import note
-from dspark.serve.api.replies import Choice, Shape, usage_of
+from dspark.serve.api.replies import Choice, Shape, as_json, usage_of
 from dspark.serve.api.requests import Plan, check_sizes, choices_of
 from dspark.serve.api.schemas import ChatRequest, CompletionRequest
 from dspark.serve.api.service import Service
+from dspark.serve.api.streaming import short_cut
 from dspark.serve.errors import EngineClosed, QueueFull
 from dspark.serve.events import StepEvent
 
@@ -34,24 +34,27 @@ class Outlet:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
+        self._write = short_cut(scope)
         self.begun = self.done = False
 
     async def reply(self, body: dict[str, Any]) -> None:
         """The whole reply."""
-        response = Response(json.dumps(body, ensure_ascii=False, allow_nan=False), media_type="application/json")
+        response = Response(as_json(body), media_type="application/json")
         self.begun = True
         await response(self._scope, self._receive, self._send)
         self.done = True
 
     async def event(self, body: dict[str, Any] | str) -> None:
-        """One event of a stream; the first opens it."""
+        """One event of a stream, an object or its JSON; the first opens it."""
         if not self.begun:
             self.begun = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
             headers.append((b"x-accel-buffering", b"no"))  # a proxy in between must not collect them
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        text = body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, allow_nan=False)
-        await self._send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+        text = body if isinstance(body, str) else as_json(body)
+        data = f"data: {text}\n\n".encode()
+        if self._write is None or not self._write(data):
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """The end of a stream."""
@@ -164,9 +167,11 @@ class Answering(Response):
         choice = self._choices[index]
         delta = choice.take(event)
         opening = shape.first(choice) if choice.opens() else None
-        for chunk in (opening, shape.chunk(choice, event, delta)):
-            if chunk is not None:
-                await outlet.event(chunk)
+        if opening is not None:
+            await outlet.event(opening)
+        told = shape.told(choice, event, delta)
+        if told is not None:
+            await outlet.event(told)
 
     async def _close(self, outlet: Outlet, shape: Shape) -> None:
         if not self._body.stream:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring  # a string as JSON, beyond ASCII as it is
 from typing import Any
 
 import dspark
@@ -16,6 +18,7 @@ from dspark.serve.events import StepEvent, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not; OpenAI's number
 FINISH = {"stop": "stop", "length": "length", "context": "length"}
+MARK = "\0text\0"  # where a chunk's text goes
 DRAFT, OWN = "draft", "own"  # whose a token was: accepted from the drafter, or drawn by the target
 
 
@@ -59,6 +62,11 @@ class Choice:
         self.last: StepEvent | None = None
         self._opened = self._begun = False
         self.drafted = self.verified = self.accepted = self.rounds = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether its chunks differ in their text alone, while it goes on."""
+        return not self._follows
 
     def opens(self) -> bool:
         """Whether the chunk before the answer's text is to be sent now; true once.
@@ -181,6 +189,11 @@ class Choice:
         }
 
 
+def as_json(body: Any) -> str:  # Any: whatever JSON has
+    """A reply, or part of one, as it is sent."""
+    return json.dumps(body, ensure_ascii=False, allow_nan=False)
+
+
 def joined_logprobs(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """Lists of the older shape, one after the other."""
     given = [part for part in parts if part is not None]
@@ -228,6 +241,7 @@ class Shape:
         options = plan.body.stream_options
         self._usage = bool(options and options.include_usage)
         self._ids = bool(plan.body.return_token_ids)
+        self._around: dict[int, tuple[str, str]] = {}  # a plain chunk before and behind its text, by choice
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -291,6 +305,20 @@ class Shape:
         if self._ids:
             shaped["token_ids"] = list(delta.token_ids)
         return self._chunk(shaped, {"drafts": drafts} if drafts else {})
+
+    def told(self, choice: Choice, event: StepEvent, delta: Delta) -> str | None:
+        """:meth:`chunk` as JSON. One that differs from others in its text alone is not built anew: that would be half
+        of what a token costs the server, at a time when the engine needs its cores."""
+        if self._ids or not choice.plain or delta.finish_reason is not None:
+            chunk = self.chunk(choice, event, delta)
+            return None if chunk is None else as_json(chunk)
+        if not delta.text:
+            return None
+        around = self._around.get(choice.index)
+        if around is None:
+            before, _, behind = as_json(self.chunk(choice, event, Delta(text=MARK))).rpartition(encode_basestring(MARK))
+            around = self._around[choice.index] = before, behind
+        return around[0] + encode_basestring(delta.text) + around[1]
 
     def last(self, choices: Sequence[Choice]) -> dict[str, Any] | None:
         """The chunk with the usage, if it is wanted."""

@@ -20,6 +20,7 @@ from dspark.serve.api.config import ApiConfig
 from dspark.serve.api.errors import ApiError, bad_request, crowded
 from dspark.serve.api.front import HEADERS
 from dspark.serve.api.service import Service
+from dspark.serve.api.streaming import offer
 
 KEEP_ALIVE_SECONDS = 30
 MAX_HEAD_BYTES = 32 * 1024
@@ -159,6 +160,8 @@ class _Late:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._app is None:
             self._app = self._make()
+        if scope["type"] == "http":
+            offer(scope, send)
         await self._app(scope, receive, send)
 
 
