@@ -19,10 +19,11 @@ from dspark.evaluate.playing import Table
 from dspark.evaluate.records import AnswerRecord, Key, cell_name, open_cell, plain_sampling, read_answers
 from dspark.evaluate.suite import Conversation, in_rounds
 from dspark.models import DEFAULT_CANDIDATES
-from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.checkpoint import kind_of
 from dspark.models.drafter import Drafter
 from dspark.models.dspark import DsparkDrafter
+from dspark.models.eagle3_drafter import Eagle3Drafter
+from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.skipping_drafter import SkippingDrafter
 from dspark.schedule_files import CALIBRATION_NAME, PROFILE_NAME, Setting, drafter_fingerprint, folder_fingerprint
 

@@ -30,10 +30,10 @@ from dspark.errors import CheckpointError, ConfigError
 from dspark.export.form import EAGLE3_NORMS
 from dspark.export.formats import FORMATS, format_named, layout_of, open_folder, read_checkpoint, write_checkpoint
 from dspark.export.inspection import describe
-from dspark.models.chain_drafter import Eagle3Drafter
 from dspark.models.draft_config import DraftConfig
 from dspark.models.drafter import NoDrafter
 from dspark.models.eagle3 import Eagle3Config
+from dspark.models.eagle3_drafter import Eagle3Drafter
 from dspark.models.registry import load_drafter
 
 

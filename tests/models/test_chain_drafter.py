@@ -14,10 +14,12 @@ from dspark.errors import CheckpointError, ConfigError
 from dspark.maths.sampling import target_probs
 from dspark.maths.shaping import Shaper
 from dspark.models.chain import ChainBatch, ChainModel
-from dspark.models.chain_drafter import ChainContext, ChainDrafter, Eagle3Drafter, MTPDrafter
+from dspark.models.chain_drafter import ChainContext, ChainDrafter
 from dspark.models.drafter import Drafter, MirrorsShaping, NoDrafter
 from dspark.models.eagle3 import Eagle3Model
+from dspark.models.eagle3_drafter import Eagle3Drafter
 from dspark.models.mtp import MTPModel
+from dspark.models.mtp_drafter import MTPDrafter
 
 VOCAB, HIDDEN, GAMMA, ANCHOR = SHAPE["vocab_size"], SHAPE["hidden_size"], 4, 7
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.9)

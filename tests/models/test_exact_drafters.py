@@ -25,12 +25,13 @@ from dspark.core import RULES, DraftDistribution, Proposal, SamplingParams
 from dspark.maths.scheduling import FixedScheduler, Scheduler, ThresholdScheduler
 from dspark.maths.shaping import Shaper
 from dspark.models.backbone import DraftModel
-from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.draft_config import HEAD_TYPES, DraftConfig
 from dspark.models.drafter import Drafter, MirrorsShaping
 from dspark.models.dspark import DsparkDrafter
 from dspark.models.eagle3 import Eagle3Config, Eagle3Model
+from dspark.models.eagle3_drafter import Eagle3Drafter
 from dspark.models.mtp import MTPConfig, MTPModel
+from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.ngram import NgramDrafter
 
 VOCAB, BLOCK, PROMPT, STOPS = 4, 2, (2, 0), (3,)

@@ -11,11 +11,12 @@ from foreign_formats import HIDDEN, MADE, MASK, VOCAB, Foreign
 
 from dspark.errors import CheckpointError
 from dspark.export.formats import format_named, write_checkpoint
-from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.checkpoint import Checkpoint, new_model
 from dspark.models.drafter import NoDrafter
 from dspark.models.dspark import DsparkDrafter
+from dspark.models.eagle3_drafter import Eagle3Drafter
 from dspark.models.mtp import MTPConfig
+from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.ngram import NgramDrafter
 from dspark.models.registry import default_drafter_folder, load_drafter
 

@@ -5,8 +5,9 @@ page number means the same tokens in the target's memory and in whatever the dra
 that starts on pages which another one filled brings the drafter's context along (:meth:`BatchDrafter.resume`).
 
 Per request a batched form proposes what the single form would: the same draws of the request's own generator in the
-same order. DSpark has a form of its own (:mod:`dspark.models.dspark_batch`); every other drafter is asked request by
-request (:class:`LoopingDrafter`), and the features it was fed are kept by page.
+same order. Trained drafters have forms of their own (:mod:`dspark.models.dspark_batch`,
+:mod:`dspark.models.chain_batch`); every other is asked request by request (:class:`LoopingDrafter`), and the features
+it was fed are kept by page.
 """
 
 from __future__ import annotations

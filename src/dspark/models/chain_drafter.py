@@ -1,7 +1,8 @@
 """Chain drafters in decoding: drafts left to right, one run of the layer each (Eagle3, MTP).
 
+Drafts of any number of requests are made together (:meth:`ChainDrafter.draft`); one request alone is the batch of one.
 With n tokens that the target has run (the anchor, token n, is not among them), what is held per request is one row of
-a :class:`LeanMemory`:
+a :class:`LeanMemory`, or a seat of a paged one (:mod:`dspark.models.chain_batch`):
 
     | range of a request's cache  | owner                                                                       |
     |-----------------------------|-----------------------------------------------------------------------------|
@@ -18,19 +19,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.core import DraftDistribution, Proposal, SamplingParams
-from dspark.errors import ConfigError
-from dspark.maths.sampling import draw, target_probs
+from dspark.core import Proposal, SamplingParams
+from dspark.errors import ConfigError, RequestError
 from dspark.maths.shaping import Shaper
 from dspark.models import DEFAULT_CANDIDATES, backbone
 from dspark.models.backbone import GemmaBody
+from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
 from dspark.models.chain import ChainModel
+from dspark.models.chain_batch import Chain, ChainDraftBatch
 from dspark.models.checkpoint import AnyConfig, check_fits
 from dspark.models.draft_ops import (
     Angles,
@@ -41,12 +44,11 @@ from dspark.models.draft_ops import (
     load_layers,
 )
 from dspark.models.drafter import EMPTY
-from dspark.models.eagle3 import Eagle3Model
 from dspark.models.layer import feed_forward
 from dspark.models.lean_memory import LeanMemory
 from dspark.models.linear import Linear
-from dspark.models.mtp import MTPModel
 from dspark.models.norm import RMSNorm
+from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
 from dspark.models.target import Target
 
@@ -62,13 +64,15 @@ class ChainContext:
 
 
 class ChainDrafter(ABC):
-    """A chain drafter at batch size 1. A subclass says what the layer reads, as its training form does.
+    """The single-request form of a chain drafter, and what its batched form is made of. A subclass says what the layer
+    reads, as its training form does.
 
     ``candidates`` = M draws each draft from the M largest logits of its step and reports exactly that distribution; 0
     is the full vocabulary.
     """
 
     has_confidence = False
+    taps: tuple[int, ...]  # the subclass's
 
     def __init__(
         self, model: ChainModel, target: Target, *, candidates: int = DEFAULT_CANDIDATES, name: str, native: bool = True
@@ -83,7 +87,7 @@ class ChainDrafter(ABC):
         if candidates < 0:
             raise ConfigError(f"candidates is {candidates}; it must be 0 (full vocabulary) or more")
         self.name, self.block_size, self.candidates = name, config.block_size, candidates
-        self.dtype, self.device = target.info.dtype, target.info.device
+        self.dtype, self.device, self.width = target.info.dtype, target.info.device, config.hidden_size
         self._target = target
         normed = model.layer.self_attn.q_norm is not None
         self._decoder = decoder_config(config, layers=1, qk_norm=normed)
@@ -158,10 +162,30 @@ class ChainDrafter(ABC):
         embeds = self._target.embed(token_ids) if self._embedding is None else self._embedding[token_ids]
         return embeds.to(self.dtype)
 
+    def room(self, max_len: int) -> int:
+        """Rows that a memory needs for requests of up to ``max_len`` tokens (cut at the drafter's own limit)."""
+        return min(max_len, self._shape.max_position_embeddings) + self.block_size
+
+    def size(self, limit: int, length: int, memory: LeanMemory) -> int:
+        """Drafts after ``length`` tokens, of ``limit`` that are asked for; 0 past the drafter's limit, and before the
+        first token."""
+        if not 1 <= length <= memory.max_len - self.block_size:
+            return 0
+        return max(0, min(limit, self.block_size, self._shape.max_position_embeddings - length + 1))
+
     def open(self, *, max_len: int) -> ChainContext:
         """Context for a request of up to ``max_len`` tokens (cut at the drafter's own limit)."""
-        rows = min(max_len, self._shape.max_position_embeddings) + self.block_size
+        rows = self.room(max_len)
         return ChainContext(LeanMemory(self._decoder, rows=1, max_len=rows, dtype=self.dtype, device=self.device))
+
+    def paged_memory(self, tables: PageTables, *, pages: int, max_len: int) -> PagedMemory:
+        """Rows of all seats of ``tables`` for requests of up to ``max_len`` tokens (cut at the drafter's own limit)."""
+        room = self.room(max_len)
+        return PagedMemory(self._decoder, tables, pages=pages, dtype=self.dtype, device=self.device, max_len=room)
+
+    def batch_form(self, target: Target) -> BatchDrafter:
+        """Many requests over the shared pages; see :func:`dspark.models.batch_drafter.batched`."""
+        return ChainDraftBatch(self)
 
     def mirror(self, state: ChainContext, shaper: Shaper) -> None:
         """Draft under the request's penalties, biases and bans too, as far as the committed text decides them."""
@@ -187,132 +211,104 @@ class ChainDrafter(ABC):
             else:
                 before = torch.cat((state.last, states[:-1]))
             state.last = states[-1:]
-            if nexts.shape[0]:
-                inputs, _ = self.mix(self.embed(nexts), before)
-                positions = torch.arange(first, first + len(inputs))
-                self._writer.write(state.memory, torch.zeros_like(positions), positions, self._kv(inputs))
+            positions = torch.arange(first, first + len(nexts))
+            self.write_rows(state.memory, torch.zeros_like(positions), positions, nexts, before)
+
+    def write_rows(
+        self,
+        memory: LeanMemory,
+        rows: Int[Tensor, "tokens"],
+        positions: Int[Tensor, "tokens"],
+        next_ids: Int[Tensor, "tokens"],
+        states: Float[Tensor, "tokens hidden"],
+    ) -> None:
+        """Write keys and values of committed rows: ``states`` are those of the tokens at ``positions`` (on the CPU) of
+        ``rows`` of ``memory``, ``next_ids`` the tokens behind these."""
+        if len(rows):
+            inputs, _ = self.mix(self.embed(next_ids), states)
+            self._writer.write(memory, rows, positions, self._kv(inputs))
 
     def propose(
         self, state: ChainContext, anchor: int, *, sampling: SamplingParams, generator: torch.Generator, limit: int
     ) -> Proposal:
-        """At most ``block_size`` drafts after ``anchor``, each drawn before the next run of the layer."""
-        first = state.length - 1
-        room = self._shape.max_position_embeddings - first
-        size = min(limit, self.block_size, room)
-        if state.last is None or size < 1 or state.length > state.memory.max_len - self.block_size:
+        """At most ``block_size`` drafts after ``anchor``, each drawn before the next run of the layer.
+
+        Raises :class:`RequestError` if a position's logits leave no token to draw.
+        """
+        if state.last is None or not self.size(limit, state.length, state.memory):
             return EMPTY
+        ask = DraftAsk(seat=0, anchor=anchor, sampling=sampling, generator=generator, limit=limit)
+        proposal = self.draft(state.memory, [ask], [state.length], state.last, [state.shaper])
+        if not proposal.proposed[0]:
+            raise RequestError("the draft logits of a position leave no token to draw (check them for nan)")
+        return replace(proposal.of(0), sequential_seconds=proposal.sequential_seconds)
+
+    def draft(
+        self,
+        memory: LeanMemory,
+        asks: Sequence[DraftAsk],
+        lengths: Sequence[int],
+        states: Float[Tensor, "requests hidden"],
+        shapers: Sequence[Shaper | None],
+    ) -> BatchProposal:
+        """Drafts for each ask, whose :meth:`size` is 1 or more: one run of the layer per position for all that want a
+        draft there. ``lengths`` are committed tokens, ``states`` the first states of the newest of them.
+
+        A request whose logits leave nothing to draw gets no drafts. Overwrites rows of ``memory`` from lengths - 1 on.
+        """
         begin = time.perf_counter()
-        tokens: list[int] = []
-        rows: list[Tensor] = []
-        supports: list[Tensor] = []
+        sizes = [self.size(ask.limit, length, memory) for ask, length in zip(asks, lengths, strict=True)]
+        order = sorted(range(len(asks)), key=lambda i: -sizes[i])  # at later positions some of the last are done
+        chain = Chain(asks, sizes, block=self.block_size, device=self.device)
         with torch.inference_mode():
-            states, prev = state.last, anchor
-            for j in range(size):
-                states, logits = self._step(state, prev, states, first + j)
-                if state.shaper is not None:  # min_tokens counts rows, so the row must be the j-th
-                    logits = state.shaper.mirrored(logits.expand(j + 1, -1), self._columns)[j]
-                support = self._token_ids
-                if 0 < self.candidates < logits.shape[0]:
+            states = states if len(asks) == 1 else states[order]
+            prev = torch.tensor([asks[i].anchor for i in order], device=self.device)
+            for j in range(sizes[order[0]]):
+                here = [i for i in order if sizes[i] > j]
+                for i in here:
+                    memory.lengths[asks[i].seat] = lengths[i] - 1 + j
+                seats = [asks[i].seat for i in here]
+                states, logits = self._step(memory, seats, prev[: len(here)], states[: len(here)])
+                logits = self._mirrored(logits, [shapers[i] for i in here], j)
+                support = None if self._token_ids is None else self._token_ids.expand(len(here), -1)
+                if 0 < self.candidates < logits.shape[1]:
                     logits, picked = logits.topk(self.candidates)
-                    support = picked if support is None else support[picked]
-                if sampling.greedy:
-                    place = int(logits.argmax())
-                else:
-                    rows.append(target_probs(logits[None], sampling)[0])
-                    place = draw(rows[-1], generator)
-                    if support is not None:
-                        supports.append(support)
-                prev = place if support is None else int(support[place])
-                tokens.append(prev)
-        ids = torch.tensor(tokens, dtype=torch.long, device=self.device)
-        distribution = None
-        if rows:
-            distribution = DraftDistribution(torch.stack(rows), torch.stack(supports) if supports else None)
-        return Proposal(ids, distribution, None, time.perf_counter() - begin)
+                    support = picked if self._token_ids is None else self._token_ids[picked]
+                prev = chain.draw(here, j, logits, support)
+        return chain.proposal(time.perf_counter() - begin)
+
+    def _mirrored(
+        self, logits: Float[Tensor, "requests draft_vocab"], shapers: Sequence[Shaper | None], position: int
+    ) -> Float[Tensor, "requests draft_vocab"]:
+        """The logits of draft ``position`` under the rules of the requests that have any."""
+        if all(shaper is None for shaper in shapers):
+            return logits
+        rows = [  # min_tokens counts rows, so the row must be the one of that number
+            row if shaper is None else shaper.mirrored(row.expand(position + 1, -1), self._columns)[position]
+            for row, shaper in zip(logits, shapers, strict=True)
+        ]
+        return torch.stack(rows)
 
     def _step(
-        self, state: ChainContext, prev: int, states: Float[Tensor, "1 hidden"], row: int
-    ) -> tuple[Float[Tensor, "1 hidden"], Float[Tensor, "draft_vocab"]]:
-        """One run of the layer at ``row``: the state it hands on, and fp32 logits of the token after ``prev``."""
-        ops, layer, memory = self._fast or self._ops, self._layer, state.memory
-        x, residual = self.mix(self.embed(torch.tensor([prev], device=self.device)), states)
-        memory.lengths[0] = row
-        attend = ops.attention(memory, (0,), (1,), (layer,), lambda rope: self._angles(rope, memory.max_len))
+        self,
+        memory: LeanMemory,
+        rows: Sequence[int],
+        prev: Int[Tensor, "requests"],
+        states: Float[Tensor, "requests hidden"],
+    ) -> tuple[Float[Tensor, "requests hidden"], Float[Tensor, "requests draft_vocab"]]:
+        """One run of the layer for a row each, behind the lengths of ``memory``: the states that the next run starts
+        from, and the logits of the token after ``prev``."""
+        ops, layer = self._fast or self._ops, self._layer
+        x, residual = self.mix(self.embed(prev), states)
+        counts = [1] * len(rows)
+        attend = ops.attention(memory, rows, counts, (layer,), lambda rope: self._angles(rope, memory.max_len))
         middle, h = feed_forward(ops, layer, residual, attend(0, layer.qkv(x)))
         if self._scalar is None:
             states, normed = ops.add_norm(middle, h, self._norm)
         else:
             states = (middle + h) * self._scalar
             normed = ops.norm(states, self._norm)
-        logits = self._head(normed).float()[0]
+        logits = self._head(normed).float()
         if cap := self._shape.final_soft_cap:
             logits = cap * torch.tanh(logits / cap)
         return self.next_state(states, normed), logits
-
-
-class Eagle3Drafter(ChainDrafter):
-    """Eagle3 at batch size 1."""
-
-    def __init__(
-        self,
-        model: Eagle3Model,
-        target: Target,
-        *,
-        candidates: int = DEFAULT_CANDIDATES,
-        name: str = "eagle3",
-        native: bool = True,
-    ) -> None:
-        super().__init__(model, target, candidates=candidates, name=name, native=native)
-        self.config, self.taps = model.config, model.config.target_layer_ids
-        assert model.layer.hidden_norm is not None
-        self._fc, self._hidden_norm = self.pack(model.fc.weight), self.norm(model.layer.hidden_norm)
-        self._input_norm = None if model.input_norm is None else self.norm(model.input_norm)
-        self._tap_norms = [self.norm(norm) for norm in model.tap_norms()]
-
-    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
-        if self._input_norm is not None:
-            features = self.normed(features, self._input_norm)
-        if self._tap_norms:
-            parts = features.split(self.config.hidden_size, 1)
-            pairs = zip(parts, self._tap_norms, strict=True)
-            features = torch.cat([self.normed(part, norm) for part, norm in pairs], 1)
-        return self._fc(features)
-
-    def mix(
-        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
-    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
-        normed = self.normed(states, self._hidden_norm)
-        inputs = torch.cat((self.normed(embeds, self._layer.input_norm), normed), 1)
-        return inputs, normed if self.config.norm_before_residual else states
-
-    def next_state(
-        self, states: Float[Tensor, "rows hidden"], normed: Float[Tensor, "rows hidden"]
-    ) -> Float[Tensor, "rows hidden"]:
-        return normed if self.config.norm_output else states
-
-
-class MTPDrafter(ChainDrafter):
-    """MTP at batch size 1."""
-
-    def __init__(
-        self,
-        model: MTPModel,
-        target: Target,
-        *,
-        candidates: int = DEFAULT_CANDIDATES,
-        name: str = "mtp",
-        native: bool = True,
-    ) -> None:
-        super().__init__(model, target, candidates=candidates, name=name, native=native)
-        self.config, self.taps = model.config, model.config.target_layer_ids
-        self._enorm, self._hnorm = self.norm(model.enorm), self.norm(model.hnorm)
-        self._eh_proj = self.pack(model.eh_proj.weight)
-
-    def first_state(self, features: Float[Tensor, "rows features"]) -> Float[Tensor, "rows hidden"]:
-        return features
-
-    def mix(
-        self, embeds: Float[Tensor, "rows hidden"], states: Float[Tensor, "rows hidden"]
-    ) -> tuple[Float[Tensor, "rows inputs"], Float[Tensor, "rows hidden"]]:
-        z = self._eh_proj(torch.cat((self.normed(embeds, self._enorm), self.normed(states, self._hnorm)), 1))
-        return self.normed(z, self._layer.input_norm), z

@@ -4,8 +4,8 @@ A drafter is told of committed tokens (their ids and the target's tapped states)
 What it holds per request it owns. Behind the protocol stand
 
     DsparkDrafter    models/dspark            a block in parallel, then a sequential head: DSpark, and DFlash without it
-    Eagle3Drafter    models/chain_drafter     one layer, run once per draft over its own states
-    MTPDrafter       models/chain_drafter     the same with DeepSeek's prediction module
+    Eagle3Drafter    models/eagle3_drafter    one layer, run once per draft over its own states
+    MTPDrafter       models/mtp_drafter       the same with DeepSeek's prediction module
     NgramDrafter     models/ngram             what stood after the last occurrence of the current ending
     SkippingDrafter  models/skipping_drafter  any of them, sitting rounds out while its drafts keep dying
     NoDrafter        here                     nothing: plain decoding

@@ -10,12 +10,13 @@ from dspark.errors import CheckpointError
 from dspark.export.formats import open_folder
 from dspark.models import DEFAULT_CANDIDATES
 from dspark.models.backbone import DraftModel
-from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.checkpoint import build_model, check_fits, check_mask, check_shared
 from dspark.models.drafter import Drafter, NoDrafter
 from dspark.models.dspark import DsparkDrafter
 from dspark.models.eagle3 import Eagle3Model
+from dspark.models.eagle3_drafter import Eagle3Drafter
 from dspark.models.mtp import MTPModel
+from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.ngram import NgramDrafter
 from dspark.models.target import Target
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dspark.core import SamplingParams
 from dspark.errors import ConfigError
-from dspark.maths.sampling import TWO_LEVELS, blockwise_inverse_cdf, inverse_cdf, target_probs, uniforms
+from dspark.maths.sampling import draw_at, target_probs, uniforms
 from dspark.models.heads import SequentialHead, VanillaMarkovHead
 from dspark.models.native import compiled, native_wanted
 
@@ -140,8 +140,10 @@ class SequentialStage:
             if greedy:
                 places = logits.argmax(1)
             else:
-                probs.append(self._weights(logits, asks, failed))
-                places = _invert(probs[-1], shares[:, k])
+                weights, empty = draft_weights(logits, [ask.sampling for ask in asks])
+                probs.append(weights)
+                failed.update(empty)
+                places = draw_at(weights, shares[:, k])
             supports.append(places if support is None else support[rows])
             ids.append(places if support is None else supports[-1].gather(1, places[:, None])[:, 0])
         missing = shares.shape[1] + 1 - len(ids)
@@ -162,22 +164,6 @@ class SequentialStage:
         if columns is None:
             return self.head.bias(latents)
         return (self.head.markov_w2.weight[columns] @ latents[:, :, None]).squeeze(-1)
-
-    def _weights(
-        self, logits: Float[Tensor, "requests support"], asks: Sequence[BlockAsk], failed: set[int]
-    ) -> Float[Tensor, "requests support"]:
-        """Each request's distribution of its next draft; notes in ``failed`` which have none."""
-        sampled = torch.tensor([not ask.sampling.greedy for ask in asks], device=self.device)
-        empty = sampled & ~logits.amax(1).isfinite()  # nan is the largest of all
-        if bool(empty.any()):
-            failed.update(empty.nonzero()[:, 0].tolist())
-            logits = logits.masked_fill(empty[:, None], 0.0)
-        weights = torch.empty_like(logits)
-        order = sorted(range(len(asks)), key=lambda i: _filters(asks[i].sampling))
-        for _, group in groupby(order, key=lambda i: _filters(asks[i].sampling)):
-            members = list(group)
-            weights[members] = target_probs(logits[members], asks[members[0]].sampling)
-        return weights
 
     def _fused(
         self, library: ctypes.CDLL, asks: Sequence[BlockAsk], shares: Float[np.ndarray, "requests block"]
@@ -221,14 +207,27 @@ def _drafted(
     )
 
 
+def draft_weights(
+    logits: Float[Tensor, "requests support"], samplings: Sequence[SamplingParams]
+) -> tuple[Float[Tensor, "requests support"], list[int]]:
+    """Each request's distribution of its next draft, and which requests have none: a sampled one whose logits are
+    broken (nan) or leave no token; its row says nothing."""
+    sampled = torch.tensor([not sampling.greedy for sampling in samplings], device=logits.device)
+    empty = sampled & ~logits.amax(1).isfinite()  # nan is the largest of all
+    failed = empty.nonzero()[:, 0].tolist()
+    if failed:
+        logits = logits.masked_fill(empty[:, None], 0.0)
+    weights = torch.empty_like(logits)
+    order = sorted(range(len(samplings)), key=lambda i: _filters(samplings[i]))
+    for _, group in groupby(order, key=lambda i: _filters(samplings[i])):
+        members = list(group)
+        weights[members] = target_probs(logits[members], samplings[members[0]])
+    return weights, failed
+
+
 def _filters(sampling: SamplingParams) -> tuple[float, int, float, float]:
     """All that a draft's distribution depends on beside its logits."""
     return (0.0 if sampling.greedy else sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-
-
-def _invert(weights: Float[Tensor, "requests support"], shares: Float[Tensor, "requests"]) -> Int[Tensor, "requests"]:
-    """The drawn places, as :func:`dspark.maths.sampling.draw` finds them."""
-    return (blockwise_inverse_cdf if weights.shape[1] >= TWO_LEVELS else inverse_cdf)(weights, shares)
 
 
 _REQUEST = np.dtype(  # `struct request` of sequential.c, field by field

@@ -28,15 +28,16 @@ from dspark.maths.losses import LossAlphas
 from dspark.models.backbone import DraftModel
 from dspark.models.chain import ChainModel
 from dspark.models.chain_config import ChainConfig
-from dspark.models.chain_drafter import Eagle3Drafter, MTPDrafter
 from dspark.models.draft_config import DraftConfig
 from dspark.models.draft_recipes import default_taps, for_target
 from dspark.models.drafter import Drafter
 from dspark.models.dspark import DsparkDrafter
 from dspark.models.eagle3 import Eagle3Config, Eagle3Model
+from dspark.models.eagle3_drafter import Eagle3Drafter
 from dspark.models.initialise import fit_bigram, fresh, from_target
 from dspark.models.initialise_chain import chain_from_target
 from dspark.models.mtp import MTPConfig, MTPModel
+from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.target import FINAL, Target, TargetInfo
 from dspark.train.blocks import Shared, make_shared, run_blocks, run_states
 from dspark.train.chains import chain_decay, run_chain_states, run_chains, startable
