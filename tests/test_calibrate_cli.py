@@ -56,13 +56,38 @@ def generate(folder: Path, drafter: str, *more: object, code: int = 0) -> str:
 
 
 def test_a_head_is_calibrated_and_obeyed(folder: Path) -> None:
-    out = calibrated(folder, "head", "--sglang", folder / "sts.json")
+    out = calibrated(folder, "head", "--sglang", folder / "sts.json", "--method", "sts")
     found = Calibration.read(out)
+    assert found.method == "sts" and found.biases == ()
     assert found.block_size == BLOCK == len(found.sts_temperatures) and found.estimator is None
     assert found.fitted_rounds >= 100 and found.held_out_rounds >= 100
     assert json.loads((folder / "sts.json").read_text())["temperatures"] == list(found.sts_temperatures)
     answer = json.loads(generate(folder, "head", "--scheduler", "threshold", "--threshold", 0.5, "--calibration", out))
     assert answer["text"] or answer["token_ids"]
+
+
+def test_records_are_calibrated_without_playing_anything(folder: Path) -> None:
+    """The rounds of `dspark eval`: by Platt's scaling unless told otherwise, and never those of another pair."""
+    pair = ("--model", folder / "model", "--drafter", folder / "head")
+    run(
+        *("eval", *pair, "--dtype", "float32", "--prompts", folder / "prompts.jsonl", "--out", folder / "records"),
+        *("--temperature", 1, "--max-new-tokens", 96, "--rows", 6, "--no-undrafted"),
+    )
+    out, records = folder / "recorded.json", ("--records", folder / "records")
+    shown = run("calibrate", *pair, "--temperature", 1, *records, "--out", out)
+    found = Calibration.read(out)
+    assert found.method == "platt" and len(found.biases) == BLOCK and "bias" in shown and "floor" in shown
+    assert found.before[0]["floor"] > 0 and found.prompts == (str(folder / "prompts.jsonl"),)
+    threshold = ("--scheduler", "threshold", "--threshold", 0.5)
+    generate(folder, "head", *threshold, "--calibration", out)
+    for more, said in (
+        (("--sglang", folder / "no.json"), "temperatures alone"),
+        (("--temperature", 0), "holds 0 drafters"),
+        (("--prompts", folder / "prompts.jsonl"), "leave one of them out"),
+        (("--drafter", folder / "bare"), "drafter_fingerprint"),
+    ):
+        assert said in run("calibrate", *pair, *records, "--out", folder / "x.json", *more, code=2)
+    assert not (folder / "x.json").exists()
 
 
 def test_a_drafter_without_a_head_gets_an_estimator_and_can_be_scheduled(folder: Path) -> None:
@@ -74,7 +99,7 @@ def test_a_drafter_without_a_head_gets_an_estimator_and_can_be_scheduled(folder:
     run(
         *("calibrate", "--model", folder / "model", "--drafter", folder / "bare", "--dtype", "float32"),
         *("--prompts", folder / "prompts.jsonl", "--out", folder / "again.json"),
-        *("--sglang", folder / "no.json"),
+        *("--sglang", folder / "no.json", "--method", "sts"),
         code=2,
     )
     assert not (folder / "no.json").exists()

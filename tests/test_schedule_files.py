@@ -11,7 +11,7 @@ import pytest
 import torch
 from fakes import TableTarget
 
-from dspark.core import SamplingParams
+from dspark.core import Proposal, SamplingParams
 from dspark.errors import ConfigError, DataError
 from dspark.export.schedule import sglang_table, sglang_temperatures, write_table
 from dspark.maths.calibrated_scheduling import CalibratedScheduler, EstimatingScheduler
@@ -144,6 +144,24 @@ def test_the_setting_of_this_process() -> None:
 def test_malformed_fields_are_refused(kind: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         replace(kind, **fields)
+
+
+def test_biases_are_kept_obeyed_and_not_exported(tmp_path: Path) -> None:
+    platt = replace(CALIBRATION, biases=(-1.0, 0.5))
+    platt.write(tmp_path / "c.json")
+    again = Calibration.read(tmp_path / "c.json")
+    assert again == platt and (again.method, CALIBRATION.method) == ("platt", "sts")
+    scheduler = again.scheduler(ThresholdScheduler(0.4))
+    assert isinstance(scheduler, CalibratedScheduler) and not CALIBRATION.greedy
+    # logits 0 and 0: chances 1/2 become sigmoid(-1) = 0.27 and sigmoid(0.5) = 0.62
+    assert scheduler.choose(Proposal(torch.tensor([1, 2]), None, torch.tensor([0.5, 0.5])), 3) == 0
+    assert (
+        again.scheduler(ThresholdScheduler(0.2)).choose(Proposal(torch.tensor([1]), None, torch.tensor([0.5])), 3) == 1
+    )
+    with pytest.raises(ConfigError, match="temperatures alone"):
+        sglang_temperatures(again)
+    with pytest.raises(DataError, match="biases has 1 entries"):
+        replace(CALIBRATION, biases=(1.0,))
 
 
 def test_a_calibration_wraps_a_scheduler() -> None:

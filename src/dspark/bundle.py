@@ -21,12 +21,12 @@ from dspark.maths.skipping import SkipPolicy, break_even
 from dspark.models import DEFAULT_CANDIDATES
 from dspark.models.drafter import Drafter
 from dspark.models.loading import load_target
-from dspark.models.registry import load_drafter
+from dspark.models.registry import default_drafter_folder, load_drafter
 from dspark.models.skipping_drafter import SkippingDrafter
 from dspark.models.target import Target
 from dspark.models.weights import resolve_model
 from dspark.schedule_files import (
-    CALIBRATION_NAME,
+    CALIBRATION_NAMES,
     PROFILE_NAME,
     Calibration,
     Profile,
@@ -172,7 +172,10 @@ class Bundle:
         if calibration is not None:
             fitted: Calibration | None = self.read_calibration(calibration, wanted)
         else:
-            fitted = self.own_file(CALIBRATION_NAME, lambda path: self.read_calibration(path, wanted))
+            own = self.own_calibrations()
+            fitted = own.get(wanted.greedy)
+            if own and fitted is None:
+                _log.warning("the drafter's own calibration is of another temperature than %g", wanted.temperature)
         return Scheduled(bundle=self, scheduler=rule if fitted is None else fitted.scheduler(rule))
 
     def _skipping(self, profile: Path | None) -> Bundle:
@@ -215,10 +218,26 @@ class Bundle:
         measured.check(here, drafter=drafter_fingerprint(self.drafter_spec), tokens=tokens)
         return measured
 
+    def own_calibrations(self) -> dict[bool, Calibration]:
+        """The calibrations in the drafter's folder that are of this pair, by whether they are of greedy requests."""
+        found: dict[bool, Calibration] = {}
+        for name in CALIBRATION_NAMES:
+            fitted = self.own_file(name, self.read_calibration)
+            if fitted is not None and found.setdefault(fitted.greedy, fitted) is not fitted:
+                _log.warning("%s of the drafter's folder is left aside: another there is of the same kind", name)
+        return found
+
+    @property
+    def own_folder(self) -> Path | None:
+        """Where the drafter's files lie; None for one that has none."""
+        if self.drafter_spec in ("ngram", "none"):
+            return None
+        return default_drafter_folder() if self.drafter_spec == "default" else Path(self.drafter_spec)
+
     def own_file(self, name: str, read: Callable[[Path], Found]) -> Found | None:
         """What ``read`` makes of a file in the drafter's folder; None where there is none, or none for this run."""
-        path = Path(self.drafter_spec) / name
-        if self.drafter_spec in ("ngram", "none", "default") or not path.is_file():
+        folder = self.own_folder
+        if folder is None or not (path := folder / name).is_file():
             return None
         try:
             return read(path)

@@ -25,7 +25,7 @@ from dspark.models.dspark import DsparkDrafter
 from dspark.models.eagle3_drafter import Eagle3Drafter
 from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.skipping_drafter import SkippingDrafter
-from dspark.schedule_files import CALIBRATION_NAME, PROFILE_NAME, Setting, drafter_fingerprint, folder_fingerprint
+from dspark.schedule_files import CALIBRATION_NAMES, PROFILE_NAME, Setting, drafter_fingerprint, folder_fingerprint
 
 PLAIN = "none"  # the drafter that never proposes: what speedups are measured against
 NAMED = 8  # skipped prompts that a warning names
@@ -179,7 +179,8 @@ def _made_for(config: EvalConfig, bundle: Bundle, label: str, sampling: Sampling
     drafts = bool(bundle.drafter.block_size)
     files = {f"{name}_file": _digest(config.scheduling.get(name)) for name in ("calibration", "profile")}
     if drafts and config.scheduler != "fixed":
-        files |= {name: _digest(Path(bundle.drafter_spec) / name) for name in (CALIBRATION_NAME, PROFILE_NAME)}
+        own = bundle.own_folder
+        files |= {name: _digest(own and own / name) for name in (*CALIBRATION_NAMES, PROFILE_NAME)}
     numbers = {name: config.scheduling.get(name) for name in ("verify_len", "threshold")}
     scheduler = {"name": config.scheduler, **numbers, **files} if drafts else {"name": "fixed"}
     return {

@@ -28,6 +28,7 @@ from dspark.core import SamplingParams
 from dspark.errors import ConfigError, DataError
 from dspark.maths.calibrated_scheduling import CalibratedScheduler, EstimatingScheduler
 from dspark.maths.estimator import FEATURES, Estimator
+from dspark.maths.platt import Scaling
 from dspark.maths.scheduling import Scheduler
 from dspark.models.drafter import Drafter
 from dspark.models.registry import default_drafter_folder
@@ -35,6 +36,7 @@ from dspark.models.target import Target
 
 VERSION = 1  # of both formats
 CALIBRATION_NAME, PROFILE_NAME = "calibration.json", "profile.json"  # in a drafter's folder, found there unasked
+CALIBRATION_NAMES = (CALIBRATION_NAME, "calibration-greedy.json")  # one of greedy, one of sampled requests
 SAMPLES, SAMPLE_BYTES = 64, 4096  # what a fingerprint reads of each weight file
 WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
 
@@ -93,32 +95,52 @@ class Calibration:
     held_out_rounds: int
     before: tuple[Mapping[str, Any], ...]  # quality per position on the held-out rounds, raw
     after: tuple[Mapping[str, Any], ...]  # and calibrated
+    biases: tuple[float, ...] = ()  # of Platt's scaling, one per position; empty: temperatures alone
 
     def __post_init__(self) -> None:
         if len(self.sts_temperatures) != self.block_size:
             raise DataError(
                 f"sts_temperatures has {len(self.sts_temperatures)} entries; block_size {self.block_size} needs as many"
             )
+        if len(self.biases) not in (0, self.block_size):
+            raise DataError(f"biases has {len(self.biases)} entries; give {self.block_size}, or none")
         if self.estimator is not None:
             shape = {len(self.estimator), *(len(row) for row in self.estimator)}
             if len(self.estimator) != self.block_size or shape - {self.block_size, len(FEATURES)}:
                 raise DataError(f"estimator must be {self.block_size} rows of {len(FEATURES)} weights")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether it is of greedy requests."""
+        return SamplingParams(temperature=self.sampling["temperature"]).greedy
+
+    @property
+    def method(self) -> str:
+        """How it was fitted: "sts", by temperatures alone, or "platt", with biases too."""
+        return "platt" if any(self.biases) else "sts"
+
+    @property
+    def scaling(self) -> Scaling:
+        """What it does to confidences."""
+        biases = self.biases or (0.0,) * self.block_size
+        return Scaling(sts_temperatures=np.array(self.sts_temperatures), biases=np.array(biases))
+
     def scheduler(self, inner: Scheduler) -> Scheduler:
         """``inner`` as it chooses with this calibration."""
-        temperatures = np.array(self.sts_temperatures)
+        scaling = self.scaling
         if self.estimator is None:
-            return CalibratedScheduler(inner, temperatures)
-        return EstimatingScheduler(inner, Estimator(np.array(self.estimator)), temperatures)
+            return CalibratedScheduler(inner, scaling.sts_temperatures, scaling.biases)
+        estimator = Estimator(np.array(self.estimator))
+        return EstimatingScheduler(inner, estimator, scaling.sts_temperatures, scaling.biases)
 
     def check(self, *, model: str, drafter: str, sampling: SamplingParams) -> None:
         """Refuse other fingerprints than those it was made for, and greedy for sampled or sampled for greedy."""
         _check_same("calibration", "model_fingerprint", self.model_fingerprint, model, remedy="dspark calibrate")
         _check_same("calibration", "drafter_fingerprint", self.drafter_fingerprint, drafter, remedy="dspark calibrate")
-        fitted = SamplingParams(temperature=self.sampling["temperature"])
-        if fitted.greedy != sampling.greedy:
+        if self.greedy != sampling.greedy:
+            of = float(self.sampling["temperature"])
             raise ConfigError(
-                f"the calibration is of temperature {fitted.temperature} and this run has {sampling.temperature}; "
+                f"the calibration is of temperature {of} and this run has {sampling.temperature}; "
                 "greedy and sampled drafts survive differently: run dspark calibrate at this temperature"
             )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dspark.errors import DataError
-from dspark.evaluate.calibrate import fit, quality_fields
+from dspark.errors import ConfigError, DataError
+from dspark.evaluate.calibrate import METHODS, fit, quality_fields
 from dspark.evaluate.recorder import PlayedRounds
 from dspark.maths.calibration import RoundOutcomes
 
@@ -28,10 +28,12 @@ def made_up(rounds: int, *, sharpness: float, prompts: int = 60, seed: int = 0) 
     )
 
 
-def test_a_heads_confidences_become_true_on_held_out_prompts() -> None:
-    fitted = fit(made_up(12000, sharpness=2.0), has_confidence=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_heads_confidences_become_true_on_held_out_prompts(method: str) -> None:
+    fitted = fit(made_up(12000, sharpness=2.0), has_confidence=True, method=method)
     before, after = fitted.totals
-    assert before.ece > 0.1 and after.ece < 0.03  # 300 rounds a bin show 0.02 where nothing is wrong
+    assert before.ece > 0.1 and after.ece < 1.5 * after.floor
+    assert fitted.scaling.temperatures_only == (method == "sts")
     assert fitted.estimator is None and fitted.fitted_rounds == fitted.held_out_rounds == 6000
     assert np.abs(fitted.sts_temperatures - 2.0).max() < 0.6
 
@@ -45,6 +47,21 @@ def test_without_a_head_an_estimator_is_fitted() -> None:
     assert fitted.estimator is not None and fitted.totals[1].ece < 0.025
     assert fitted.totals[1].conditional_auc > 0.7
     assert (fitted.fitted_rounds, fitted.held_out_rounds) == (8000, 4000)
+
+
+def test_a_shift_is_beyond_temperatures_and_said_to_be() -> None:
+    """Confidences that are too high by one logit throughout: a bias mends them, and no temperature."""
+    played = made_up(12000, sharpness=1.0)
+    high = 1.0 / (1.0 + np.exp(-1.0) * (1.0 / played.outcomes.confidence - 1.0))
+    played = PlayedRounds(outcomes=played.outcomes.replaced(high), features=played.features, prompt=played.prompt)
+    sts, platt = (fit(played, has_confidence=True, method=method) for method in ("sts", "platt"))
+    assert sts.totals[1].ece > 3 * platt.totals[1].ece and platt.totals[1].ece < 1.5 * platt.totals[1].floor
+    assert any("--method platt" in doubt for doubt in sts.doubts()) and platt.doubts() == []
+    assert np.abs(platt.scaling.biases + 1.0).max() < 0.15
+    for one, other in zip(platt.before, platt.after, strict=True):
+        assert one.conditional_auc == pytest.approx(other.conditional_auc, abs=1e-3)  # by the 1000 bins it is taken in
+    with pytest.raises(ConfigError, match="method is 'isotonic'"):
+        fit(played, has_confidence=True, method="isotonic")
 
 
 def test_held_out_prompts_are_not_fitted_on() -> None:
@@ -73,18 +90,18 @@ def test_too_little_is_refused() -> None:
 
 def test_doubts_are_voiced() -> None:
     """True confidences and enough rounds: none. Confidences that know nothing: the temperatures run to the edge."""
-    assert fit(made_up(6000, sharpness=2.0), has_confidence=True).doubts() == []
+    assert all(fit(made_up(6000, sharpness=2.0), has_confidence=True, method=each).doubts() == [] for each in METHODS)
     played = made_up(2000, sharpness=1.0)
     noise = np.random.default_rng(1).uniform(0.05, 0.95, (2000, 3))
     blind = PlayedRounds(outcomes=played.outcomes.replaced(noise), features=played.features, prompt=played.prompt)
-    doubts = fit(blind, has_confidence=True).doubts()
+    doubts = fit(blind, has_confidence=True, method="sts").doubts()
     assert any("is the last one tried" in doubt for doubt in doubts)
 
 
 def test_the_judgement_prints_and_serialises() -> None:
     fitted = fit(made_up(1200, sharpness=2.0), has_confidence=True)
     lines = fitted.lines()
-    assert len(lines) == 5 and lines[0].split()[:4] == ["position", "rounds", "T", "ECE"] and "all" in lines[-1]
+    assert len(lines) == 5 and lines[0].split()[:4] == ["position", "rounds", "T", "bias"] and "all" in lines[-1]
     fields = quality_fields(fitted.before)
     assert len(fields) == 3 and fields[0]["count"] == 600
     nothing = made_up(1200, sharpness=2.0)

@@ -80,6 +80,11 @@ def test_the_drafters_own_files_are_taken_where_they_fit(bundle: Bundle, caplog:
     engine = build_engine(bundle, GREEDY)
     assert engine.planner.costs is not None and engine.planner.costs.drafting(1, BLOCK) == 0.25
     assert engine.planner._confidences.greedy is not None and engine.planner._confidences.sampled is None
+    calibration(bundle, 1.0).write(folder / "calibration.json")
+    calibration(bundle, 0.0).write(folder / "calibration-greedy.json")  # one for each kind of requests
+    both = build_engine(bundle, GREEDY).planner._confidences
+    assert both.greedy is not None and both.greedy.greedy and both.sampled is not None and not both.sampled.greedy
+    (folder / "calibration-greedy.json").unlink()
     replace(calibration(bundle, 0.0), model_fingerprint="another").write(folder / "calibration.json")
     with caplog.at_level(logging.WARNING):
         assert build_engine(bundle, GREEDY).planner._confidences.greedy is None

@@ -13,6 +13,7 @@ from simulation_scenes import flat_costs
 from dspark.artifacts import append_jsonl, write_manifest
 from dspark.errors import ConfigError, DataError
 from dspark.maths.batch_schedulers import FixedBatch, GreedyBatch, LaggedBatch, ThresholdBatch
+from dspark.maths.platt import Scaling
 from dspark.schedule_files import Profile, Setting
 from dspark.simulate.acceptance import (
     AcceptanceModel,
@@ -159,7 +160,7 @@ def test_records_become_rounds_without_those_that_an_end_cut_off(tmp_path: Path)
     assert rounds.starts.tolist() == [0, 2] and rounds.block_size == 3 and rounds.has_confidence
     assert rounds.confidence[0].tolist() == [0.9, 0.8, 0.7] and rounds.description is not None
     assert rounds.description["sets"] == ["gsm8k"] and rounds.description["drafter"] == "default"
-    cooler = read_records(folder, sts_temperatures=np.array([2.0, 2.0, 2.0]))
+    cooler = read_records(folder, scaling=Scaling(sts_temperatures=np.full(3, 2.0), biases=np.zeros(3)))
     assert cooler.confidence[0, 0] == pytest.approx(0.75)  # odds of 9 become 3
     assert cooler.confidence[1].tolist() == [0.0] * 3
 

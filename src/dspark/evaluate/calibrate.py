@@ -3,6 +3,9 @@
 Rounds of one prompt resemble each other, so prompts are dealt out, not rounds: every second one is held out for the
 judgement. A drafter without a confidence head takes a third share, for its estimator, so that temperatures are not
 fitted on the rounds that the estimator knows.
+
+    sts     a temperature per position: the paper's, and what SGLang reads (:mod:`dspark.maths.calibration`)
+    platt   a temperature and a bias per position: mends a base rate too (:mod:`dspark.maths.platt`)
 """
 
 from __future__ import annotations
@@ -13,49 +16,63 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from dspark.errors import DataError
+from dspark.errors import ConfigError, DataError
 from dspark.evaluate.recorder import PlayedRounds
-from dspark.maths.calibration import GRID, RoundOutcomes, SlotQuality, fit_temperatures, judge, scaled, summarise
+from dspark.maths.calibration import GRID, RoundOutcomes, SlotQuality, fit_temperatures, judge, summarise
 from dspark.maths.estimator import Estimator, fit_estimator
+from dspark.maths.platt import Scaling, fit_platt
 from dspark.numbers import json_data
 
+METHODS = ("platt", "sts")
 LEAST_ROUNDS = 100  # in each share
+SHIFTED = 3.0  # times its noise floor, an ECE that temperatures leave is no noise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fitted:
     """A calibration and what it does to rounds that it was not fitted on."""
 
-    sts_temperatures: Float[np.ndarray, "block"]
+    scaling: Scaling
     estimator: Estimator | None  # None: the drafter has a confidence head
     fitted_rounds: int
     held_out_rounds: int
     before: list[SlotQuality]  # per position; of the estimator's raw output if there is one
     after: list[SlotQuality]
 
+    @property
+    def sts_temperatures(self) -> Float[np.ndarray, "block"]:
+        return self.scaling.sts_temperatures
+
     def lines(self) -> list[str]:
         """The judgement as text: a line per position and one for all."""
         rows = [*enumerate(zip(self.before, self.after, strict=True)), ("all", self.totals)]
-        head = f"{'position':>8} {'rounds':>7} {'T':>6} {'ECE':>7} {'after':>7} {'AUC':>6} {'after':>6} {'survival':>8}"
-        shown = [head]
+        head = f"{'position':>8} {'rounds':>7} {'T':>6} {'bias':>6} {'ECE':>7} {'after':>7} {'floor':>7} "
+        shown = [f"{head}{'AUC':>6} {'after':>6} {'survival':>8}"]
         for name, (raw, mended) in rows:
-            temperature = f"{self.sts_temperatures[name]:.2f}" if isinstance(name, int) else ""
+            numbers = ""
+            if isinstance(name, int):
+                numbers = f"{self.scaling.sts_temperatures[name]:>6.2f} {self.scaling.biases[name]:>6.2f}"
             shown.append(
-                f"{name!s:>8} {raw.count:>7} {temperature:>6} {raw.ece:>7.2%} {mended.ece:>7.2%} "
+                f"{name!s:>8} {raw.count:>7} {numbers:>13} {raw.ece:>7.2%} {mended.ece:>7.2%} {mended.floor:>7.2%} "
                 f"{raw.auc:>6.3f} {mended.auc:>6.3f} {raw.label:>8.3f}"
             )
         return shown
 
     def doubts(self) -> list[str]:
-        """Reasons not to trust the temperatures, in words; none if all is well."""
+        """Reasons not to trust the calibration, in words; none if all is well."""
         found = []
-        edges = [k for k, value in enumerate(self.sts_temperatures) if not GRID[0] < value < GRID[-1]]
+        before, after = self.totals
+        edges = [k for k, value in enumerate(self.scaling.sts_temperatures) if not GRID[0] < value < GRID[-1]]
         if edges:
             found.append(
                 f"the best temperature of position {', '.join(map(str, edges))} is the last one tried; record more "
                 "rounds, or the confidences there are no better than a constant"
             )
-        before, after = self.totals
+        if self.scaling.temperatures_only and after.ece > SHIFTED * after.floor:
+            found.append(
+                f"temperatures leave an ECE of {after.ece:.2%}, {after.ece / after.floor:.1f} times what true chances "
+                "would show: confidences are too high or too low by a shift, which --method platt mends"
+            )
         if not after.ece < before.ece:
             found.append(
                 f"on held-out rounds the ECE went from {before.ece:.2%} to {after.ece:.2%}; record more rounds"
@@ -68,8 +85,18 @@ class Fitted:
         return summarise(self.before), summarise(self.after)
 
 
-def fit(played: PlayedRounds, *, has_confidence: bool) -> Fitted:
-    """Estimator where needed, temperatures, and the judgement, each on its own prompts.
+def fit_scaling(outcomes: RoundOutcomes, method: str) -> Scaling:
+    """The scaling that ``method`` fits to these rounds. Raises :class:`ConfigError` for another than ``METHODS``."""
+    if method == "platt":
+        return fit_platt(outcomes)
+    if method != "sts":
+        raise ConfigError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+    temperatures = fit_temperatures(outcomes)
+    return Scaling(sts_temperatures=temperatures, biases=np.zeros(len(temperatures)))
+
+
+def fit(played: PlayedRounds, *, has_confidence: bool, method: str = "platt") -> Fitted:
+    """Estimator where needed, temperatures (and biases), and the judgement, each on its own prompts.
 
     Raises :class:`DataError` if a share has fewer than 100 rounds.
     """
@@ -86,14 +113,14 @@ def fit(played: PlayedRounds, *, has_confidence: bool) -> Fitted:
         first = learning[0]
         estimator = fit_estimator(first.features, first.outcomes.lengths, first.outcomes.accepted)
     known, judged = (_with_confidence(share, estimator) for share in (learning[-1], held_out))
-    temperatures = fit_temperatures(known)
+    scaling = fit_scaling(known, method)
     return Fitted(
-        sts_temperatures=temperatures,
+        scaling=scaling,
         estimator=estimator,
         fitted_rounds=sum(len(share.outcomes) for share in learning),
         held_out_rounds=len(judged),
         before=judge(judged),
-        after=judge(judged.replaced(scaled(judged.confidence, temperatures))),
+        after=judge(judged.replaced(scaling(judged.confidence))),
     )
 
 

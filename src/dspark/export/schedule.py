@@ -22,8 +22,11 @@ from dspark.errors import ConfigError
 from dspark.schedule_files import Calibration, Profile
 
 
-def check_exportable(drafter: str, *, has_head: bool) -> None:
-    """Raise :class:`ConfigError` for a drafter without a confidence head: SGLang has nothing in its place."""
+def check_exportable(drafter: str, *, has_head: bool, method: str = "sts") -> None:
+    """Raise :class:`ConfigError` for a drafter without a confidence head, and for a method with biases: SGLang has
+    nothing in their place."""
+    if method != "sts":
+        raise ConfigError(f"method is {method!r}; SGLang's table holds temperatures alone: calibrate with --method sts")
     if not has_head:
         raise ConfigError(
             f"{drafter} has no confidence head and SGLang schedules by one; "
@@ -32,8 +35,9 @@ def check_exportable(drafter: str, *, has_head: bool) -> None:
 
 
 def sglang_temperatures(calibration: Calibration) -> dict[str, Any]:
-    """The calibration as SGLang's STS table. Raises :class:`ConfigError` if it is not of a confidence head."""
-    check_exportable(calibration.drafter, has_head=calibration.estimator is None)
+    """The calibration as SGLang's STS table. Raises :class:`ConfigError` if it is not of a confidence head, or if it
+    is more than temperatures."""
+    check_exportable(calibration.drafter, has_head=calibration.estimator is None, method=calibration.method)
     return {
         "temperatures": list(calibration.sts_temperatures),
         "dataset": ", ".join(Path(name).name for name in calibration.prompts),

@@ -28,17 +28,19 @@ ONLINE_GRID = np.exp(np.linspace(np.log(0.25), np.log(4.0), 49))
 
 @dataclass(frozen=True, eq=False)
 class CalibratedScheduler:
-    """``inner`` with the confidences of a drafter's head at the temperatures of STS, one per position."""
+    """``inner`` with the confidences of a drafter's head at the temperatures of STS, one per position, or with
+    Platt's biases on top."""
 
     needs_confidence: ClassVar[bool] = True
     inner: Scheduler
     sts_temperatures: Float[np.ndarray, "block"]
+    biases: Float[np.ndarray, "block"] | None = None  # None: 0 throughout
 
     def __post_init__(self) -> None:
         check_temperatures(self.sts_temperatures)
 
     def choose(self, proposal: Proposal, context_len: int) -> int:
-        return self.inner.choose(_scaled_proposal(proposal, self.sts_temperatures), context_len)
+        return self.inner.choose(_scaled_proposal(proposal, self.sts_temperatures, self.biases), context_len)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,7 @@ class EstimatingScheduler:
     inner: Scheduler
     estimator: Estimator
     sts_temperatures: Float[np.ndarray, "block"]
+    biases: Float[np.ndarray, "block"] | None = None  # None: 0 throughout
 
     def __post_init__(self) -> None:
         check_temperatures(self.sts_temperatures)
@@ -56,7 +59,7 @@ class EstimatingScheduler:
     def choose(self, proposal: Proposal, context_len: int) -> int:
         features = draft_features(proposal.distribution, proposal.block)
         estimated = replace(proposal, confidence=torch.from_numpy(self.estimator.confidence(features)))
-        return self.inner.choose(_scaled_proposal(estimated, self.sts_temperatures), context_len)
+        return self.inner.choose(_scaled_proposal(estimated, self.sts_temperatures, self.biases), context_len)
 
 
 class OnlineScheduler:
@@ -139,7 +142,11 @@ class ProfiledGreedyScheduler:
         return int(choose_verify_lens(survival(proposal.confidence[None]), self.sps[bucket])[0])
 
 
-def _scaled_proposal(proposal: Proposal, sts_temperatures: Float[np.ndarray, "all_positions"]) -> Proposal:
+def _scaled_proposal(
+    proposal: Proposal,
+    sts_temperatures: Float[np.ndarray, "all_positions"],
+    biases: Float[np.ndarray, "all_positions"] | None = None,
+) -> Proposal:
     if proposal.block == 0:
         return proposal
     if proposal.confidence is None:
@@ -150,4 +157,5 @@ def _scaled_proposal(proposal: Proposal, sts_temperatures: Float[np.ndarray, "al
             "calibrate this drafter anew"
         )
     raw = proposal.confidence.double().cpu().numpy()
-    return replace(proposal, confidence=torch.from_numpy(scaled(raw, sts_temperatures[: proposal.block])))
+    shift = None if biases is None else biases[: proposal.block]
+    return replace(proposal, confidence=torch.from_numpy(scaled(raw, sts_temperatures[: proposal.block], shift)))

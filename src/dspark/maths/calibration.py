@@ -25,6 +25,7 @@ from dspark.errors import DataError, ScheduleError
 
 EPSILON = 1e-8
 ECE_BINS, AUC_BINS = 20, 1000
+FLOOR_DRAWS = 16  # simulations behind a noise floor; its own error is then a few percent of it
 GRID = np.exp(np.linspace(np.log(0.125), np.log(8.0), 193))  # of temperatures; 1 is the middle one
 
 Samples = Float[np.ndarray, "samples"]
@@ -80,6 +81,7 @@ class SlotQuality:
 
     count: int
     ece: float
+    floor: float  # the ECE that true predictions show with as many rounds: what chance alone makes of it
     auc: float  # of the products; nan where all labels are alike
     conditional_auc: float  # of c_k itself, among rounds whose earlier drafts were accepted
     brier: float
@@ -99,6 +101,16 @@ def expected_calibration_error(prediction: Samples, label: Labels) -> float:
     place = np.minimum((prediction * ECE_BINS).astype(np.int64), ECE_BINS - 1)
     gaps = np.bincount(place, weights=prediction - label, minlength=ECE_BINS)
     return float(np.abs(gaps).sum() / len(prediction))
+
+
+def noise_floor(prediction: Samples, *, draws: int = FLOOR_DRAWS, seed: int = 0) -> float:
+    """Mean ECE of ``draws`` simulations in which these predictions are true; nan of nothing.
+
+    It takes samples as independent; rounds of one answer resemble each other, so the true floor is somewhat higher.
+    """
+    random = np.random.default_rng(seed)
+    found = [expected_calibration_error(prediction, random.random(len(prediction)) < prediction) for _ in range(draws)]
+    return float(np.mean(found))
 
 
 def auc(prediction: Samples, label: Labels) -> float:
@@ -150,6 +162,7 @@ def judge(outcomes: RoundOutcomes) -> list[SlotQuality]:
             SlotQuality(
                 count=len(label),
                 ece=expected_calibration_error(prediction, label),
+                floor=noise_floor(prediction),
                 auc=auc(prediction, label),
                 conditional_auc=conditional_auc(outcomes, k),
                 brier=brier(prediction, label),
@@ -171,7 +184,7 @@ def summarise(slots: Sequence[SlotQuality]) -> SlotQuality:
 
     return SlotQuality(
         count=sum(slot.count for slot in slots),
-        **{name: mean(name) for name in ("ece", "auc", "conditional_auc", "brier", "prediction", "label")},
+        **{name: mean(name) for name in ("ece", "floor", "auc", "conditional_auc", "brier", "prediction", "label")},
     )
 
 
@@ -179,21 +192,26 @@ def summarise(slots: Sequence[SlotQuality]) -> SlotQuality:
 
 
 def scaled(
-    confidence: Float[np.ndarray, "*rows block"], temperatures: Float[np.ndarray, "block"]
+    confidence: Float[np.ndarray, "*rows block"],
+    temperatures: Float[np.ndarray, "block"],
+    biases: Float[np.ndarray, "block"] | None = None,
 ) -> Float[np.ndarray, "*rows block"]:
-    """sigmoid(logit(c_k) / T_k), in float64: every slot keeps its order.
+    """sigmoid(logit(c_k) / T_k + b_k), in float64: every slot keeps its order. ``biases`` None are 0, as in STS; with
+    them it is Platt's scaling (:mod:`dspark.maths.platt`).
 
     A confidence beyond [1e-8, 1 - 1e-8], which only rounding makes of a finite logit, counts as that bound.
     """
-    return _sigmoid(_logits(confidence) / temperatures)
+    logits = logits_of(confidence) / temperatures
+    return sigmoid(logits if biases is None else logits + biases)
 
 
-def _logits(confidence: Float[np.ndarray, "*rows block"]) -> Float[np.ndarray, "*rows block"]:
+def logits_of(confidence: Float[np.ndarray, "*rows block"]) -> Float[np.ndarray, "*rows block"]:
+    """Logits in float64, of confidences kept within [1e-8, 1 - 1e-8]."""
     c = confidence.astype(np.float64).clip(EPSILON, 1.0 - EPSILON)
     return np.log(c) - np.log1p(-c)
 
 
-def _sigmoid(logits: Float[np.ndarray, "*rows block"]) -> Float[np.ndarray, "*rows block"]:
+def sigmoid(logits: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
     return 1.0 / (1.0 + np.exp(-logits))
 
 
@@ -218,16 +236,16 @@ def fit_temperatures(
     temperatures = np.ones(block)
     before = np.ones(len(outcomes))
     candidates = sorted(grid.tolist(), key=lambda value: abs(np.log(value)))
-    logits = _logits(outcomes.confidence)
+    logits = logits_of(outcomes.confidence)
     for k in range(block):
         there, label = outcomes.slot(k)
         if there.sum() >= least_rounds:
             best, known = (np.inf, np.inf), label[there]
             for value in candidates:
-                product = before[there] * _sigmoid(logits[there, k] / value)
+                product = before[there] * sigmoid(logits[there, k] / value)
                 prediction = product.clip(EPSILON, 1.0 - EPSILON)
                 found = (expected_calibration_error(prediction, known), brier(prediction, known))
                 if found < best:
                     best, temperatures[k] = found, value
-        before = before * _sigmoid(logits[:, k] / temperatures[k])
+        before = before * sigmoid(logits[:, k] / temperatures[k])
     return temperatures

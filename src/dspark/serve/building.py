@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from dspark.bundle import Bundle
-from dspark.core import SamplingParams
 from dspark.errors import ConfigError
 from dspark.maths.step_costs import StepCosts
-from dspark.schedule_files import (
-    CALIBRATION_NAME,
-    Calibration,
-)
+from dspark.schedule_files import Calibration
 from dspark.serve.confidences import Confidences
 from dspark.serve.costs import costs_of
 from dspark.serve.engine import Engine
@@ -65,13 +61,9 @@ def _confidences(bundle: Bundle, config: EngineConfig, paths: tuple[Path, ...]) 
             )
         return Confidences()
 
-    found = [bundle.read_calibration(path) for path in paths]
-    if not paths and (own := bundle.own_file(CALIBRATION_NAME, bundle.read_calibration)) is not None:
-        found = [own]
-    by_kind: dict[bool, Calibration] = {}
-    for fitted in found:
-        greedy = SamplingParams(temperature=fitted.sampling["temperature"]).greedy
-        if greedy in by_kind:
+    by_kind: dict[bool, Calibration] = {} if paths else bundle.own_calibrations()
+    for fitted in (bundle.read_calibration(path) for path in paths):
+        if fitted.greedy in by_kind:
             raise ConfigError("two calibrations are given of greedy runs, or two of sampled ones; give one of each")
-        by_kind[greedy] = fitted
+        by_kind[fitted.greedy] = fitted
     return Confidences(greedy=by_kind.get(True), sampled=by_kind.get(False))

@@ -11,7 +11,6 @@ from jaxtyping import Float
 
 from dspark.core import DraftDistribution
 from dspark.errors import ScheduleError
-from dspark.maths.calibration import scaled
 from dspark.maths.estimator import Estimator, draft_features
 from dspark.models.batch_drafter import BatchProposal
 from dspark.schedule_files import Calibration
@@ -47,7 +46,7 @@ class Confidences:
                 confidence[rows] = Estimator(np.array(calibration.estimator)).confidence(_features(proposal)[rows])
             elif raw is None:
                 return None
-            confidence[rows] = scaled(confidence[rows], np.array(calibration.sts_temperatures))
+            confidence[rows] = calibration.scaling(confidence[rows])
         return confidence
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from dspark.artifacts import read_jsonl, read_manifest
 from dspark.errors import DataError
-from dspark.maths.calibration import scaled
+from dspark.maths.platt import Scaling
 from dspark.simulate.acceptance import RecordedRounds
 
 KIND, VERSION, PATTERN = "eval-records", 1, "answers-*.jsonl"  # of a folder of records
@@ -21,11 +21,11 @@ def read_records(
     folder: Path | str,
     *,
     sets: Sequence[str] = (),
-    sts_temperatures: Float[np.ndarray, "block"] | None = None,
+    scaling: Scaling | None = None,
 ) -> RecordedRounds:
     """The full-length rounds of a folder that ``dspark eval`` wrote, an answer being one request.
 
-    ``sets`` limits them to the sets of these names. ``sts_temperatures`` make the recorded, raw confidences true. A
+    ``sets`` limits them to the sets of these names. ``scaling`` makes the recorded, raw confidences true. A
     round whose end an answer's stop token or length limit cut off is left out: nobody knows what would have become of
     its drafts. Raises :class:`DataError` for a round that a scheduler cut, a set that is not there, or a field missing.
     """
@@ -45,8 +45,8 @@ def read_records(
         if with_confidence:
             row[: len(each["confidence"])] = each["confidence"]
     proposed = np.array([len(each["draft_tokens"]) for each in rounds])
-    if sts_temperatures is not None and with_confidence:
-        confidence = _calibrated(confidence, sts_temperatures) * (np.arange(block) < proposed[:, None])
+    if scaling is not None and with_confidence:
+        confidence = _calibrated(confidence, scaling) * (np.arange(block) < proposed[:, None])
     return RecordedRounds(
         confidence=confidence,
         proposed=proposed,
@@ -58,7 +58,7 @@ def read_records(
             "drafter": about.get("drafter_spec"),
             "model": about.get("model"),
             "sets": sorted({answer["set"] for answer in answers}),
-            "calibrated": sts_temperatures is not None,
+            "calibrated": scaling is not None,
         },
     )
 
@@ -91,13 +91,11 @@ def _judged(folder: Path, rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[s
     return kept
 
 
-def _calibrated(
-    confidence: Float[np.ndarray, "rounds block"], sts_temperatures: Float[np.ndarray, "block_of_calibration"]
-) -> Float[np.ndarray, "rounds block"]:
+def _calibrated(confidence: Float[np.ndarray, "rounds block"], scaling: Scaling) -> Float[np.ndarray, "rounds block"]:
     block = confidence.shape[1]
-    if len(sts_temperatures) < block:
+    if len(scaling.biases) < block:
         raise DataError(
-            f"the calibration has {len(sts_temperatures)} temperatures and the records have blocks of {block}; "
+            f"the calibration has {len(scaling.biases)} temperatures and the records have blocks of {block}; "
             "calibrate this drafter"
         )
-    return scaled(confidence, sts_temperatures[:block])
+    return scaling(confidence)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dspark.assignments import read_fields
 from dspark.errors import ConfigError
 from dspark.schedule_files import Calibration, Profile
@@ -92,7 +90,7 @@ def _acceptance(sources: Sources, numbers: dict[str, Any]) -> Acceptance:
         return AcceptanceModel(**named)
     if named:
         raise ConfigError(f"--set {sorted(named)[0]}: the records say what is accepted; leave out one of the two")
-    temperatures = None
+    scaling = None
     if sources.calibration is not None:
         calibration = Calibration.read(sources.calibration)
         if calibration.estimator is not None:
@@ -100,8 +98,8 @@ def _acceptance(sources: Sources, numbers: dict[str, Any]) -> Acceptance:
                 f"{sources.calibration} estimates confidences from distributions, which records do not hold; "
                 "use the records of a drafter with a confidence head"
             )
-        temperatures = np.array(calibration.sts_temperatures)
-    return read_records(sources.records, sets=sources.sets, sts_temperatures=temperatures)
+        scaling = calibration.scaling
+    return read_records(sources.records, sets=sources.sets, scaling=scaling)
 
 
 def _of(part: type, numbers: dict[str, Any]) -> dict[str, Any]:

@@ -196,6 +196,18 @@ def calibrate(
     min_p: MinP = 0.0,
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 256,
+    method: Annotated[
+        str,
+        typer.Option(help="platt: a temperature and a bias per position; sts: temperatures alone, as --sglang needs."),
+    ] = "platt",
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            help="Fit to the rounds in this folder of `dspark eval --rows 32 ...`, which may be stopped and "
+            "goes on; nothing is played."
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Prompts that share target passes.")] = 16,
     candidates: Candidates = DEFAULT_CANDIDATES,
     sglang: SglangFile = None,
     dtype: Dtype = "auto",
@@ -218,6 +230,9 @@ def calibrate(
         max_new_tokens=max_new_tokens,
         candidates=candidates,
         sglang=sglang,
+        method=method,
+        rows=rows,
+        records=records,
         place=place_of(dtype, device, implementation, threads, trust_remote_code),
     )
 
