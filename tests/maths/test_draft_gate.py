@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from dspark.errors import ScheduleError
-from dspark.maths.draft_gate import ProbeClock, choose_depths
+from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay
 from dspark.maths.global_scheduling import greedy_lens
 from dspark.maths.step_costs import StepCosts, convex_from, interpolated, step_costs
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
@@ -26,12 +26,18 @@ def test_it_is_never_below_not_drafting_by_its_own_numbers(data: st.DataObject, 
     limits = data.draw(arrays(np.int64, requests, elements=st.integers(0, BLOCK)))
     passes = data.draw(arrays(float, (1, TOKENS + 1), elements=seconds))
     drafts = data.draw(arrays(float, (MOST + 1, BLOCK + 1), elements=st.floats(0, 1e3)))
+    drafts = np.maximum.accumulate(np.maximum.accumulate(drafts, 0), 1)  # more of them never take less
     costs = StepCosts(contexts=(10,), passes=passes, drafts=drafts)
     choice = choose_depths(survival, limits, costs, other_tokens=others, context=5.0)
     assert (choice.depth >= 0).all() and (choice.depth <= limits).all()
     assert choice.throughput >= choice.plain
+    own = costs.own(context=5.0, other_tokens=others, requests=requests)
     if requests:
-        assert choice.plain == pytest.approx(requests / costs.passes[0, others + requests])
+        assert choice.plain == pytest.approx(requests / costs.passes[0, requests]), (
+            "prompts are nobody's drafts' business"
+        )
+    if choice.depth.any():  # the quick look refuses nothing that pays
+        assert could_pay(survival, limits, costs, other_tokens=others, context=5.0)
     if not choice.depth.any():
         assert choice.throughput == choice.plain
         return
@@ -40,7 +46,7 @@ def test_it_is_never_below_not_drafting_by_its_own_numbers(data: st.DataObject, 
     allowed = np.where(np.arange(BLOCK) < choice.depth[:, None], survival, 0.0)
     chances = sorted(allowed[allowed > 0].tolist(), reverse=True)
     promised = max(
-        (requests + sum(chances[:c])) / (costs.drafts[m, d] + costs.passes[0, others + requests + c])
+        (requests + sum(chances[:c])) / (costs.drafts[m, d] + own[requests + c])
         for c in range(len(chances) + 1)
         for m in range(some, MOST + 1)  # some of the asked may have no room
         for d in range(depth, BLOCK + 1)
@@ -65,6 +71,23 @@ def test_it_drafts_where_drafts_live_and_passes_are_flat_and_not_where_they_die_
         contexts=[9], passes=[{1: 1.0, 64: 1.2}], drafts={1: 0.2, 3: 2.0}, max_tokens=64, max_requests=6, block_size=4
     )
     assert choose_depths(mixed, np.full(3, 4), dear, other_tokens=0, context=5.0).depth.tolist() == [4, 0, 0]
+
+
+def test_prompts_in_the_step_do_not_make_drafts_look_cheap() -> None:
+    """A draft that is dear beside decoding requests is as dear beside a prompt that makes the step ten times longer."""
+    costs = step_costs(
+        contexts=[9],
+        passes=[{1: 1.0, 400: 400.0}],
+        drafts={1: 0.5, 6: 1.0},
+        max_tokens=400,
+        max_requests=6,
+        block_size=4,
+    )
+    survival, limits = np.tile(0.6 ** np.arange(1, 5), (6, 1)), np.full(6, 4)
+    for others in (0, 60, 300):
+        choice = choose_depths(survival, limits, costs, other_tokens=others, context=5.0)
+        assert not choice.depth.any() and choice.plain == pytest.approx(1.0)
+        assert not could_pay(survival, limits, costs, other_tokens=others, context=5.0)
 
 
 def test_a_table_too_short_for_the_step_is_refused() -> None:
@@ -145,6 +168,44 @@ def test_a_request_without_room_is_never_probed() -> None:
     assert [clock.due(np.arange(2), depth, limits).tolist() for _ in range(3)] == [[1]] * 3
 
 
+def test_a_probe_takes_no_more_than_its_share_of_the_time() -> None:
+    clock, rows = ProbeClock(4, first_pause=2, longest_pause=8, requests=2, share=0.05), np.arange(4)
+    refused, limits = np.zeros(4, dtype=np.int64), np.full(4, 3)
+    probed = [len(clock.due(rows, refused, limits, cost=1.5)) > 0 for _ in range(300)]
+    assert sum(probed) == 10 and probed.index(True) == 29  # a step and a half in thirty
+    assert [len(clock.due(rows, refused, limits)) > 0 for _ in range(8)].index(True) == 7, "free ones come as before"
+    with pytest.raises(ScheduleError, match="share"):
+        ProbeClock(4, share=0.0)
+
+
+def test_a_refusal_holds_for_some_steps_and_not_where_drafts_may_pay_again() -> None:
+    refusals = Refusals(steps=3)
+    assert not refusals.holds(4)
+    refusals.refuse(4)
+    assert [refusals.holds(count) for count in (4, 5, 4, 4)] == [True, True, True, False]
+    refusals.refuse(4)
+    assert not refusals.holds(3) and refusals.holds(4)  # fewer requests are looked at anew
+    refusals.end()
+    assert not refusals.holds(4)
+
+
+def test_a_rest_of_all_is_a_rest_of_each() -> None:
+    one, other = (SurvivalHistory(3, block_size=2) for _ in range(2))
+    rng, rows = np.random.default_rng(0), np.arange(3)
+    for step in range(40):
+        some, told = rng.permutation(3)[: rng.integers(1, 4)], rng.random((3, 2)).cumprod(1)
+        if step % 3:
+            one.rest_all()
+            other.rest(rows)
+        else:
+            one.observe(some, told[: len(some)])
+            other.observe(some, told[: len(some)])
+        if step == 20:
+            one.open(1)
+            other.open(1)
+    assert one.estimate(rows) == pytest.approx(other.estimate(rows))
+
+
 # --- costs -----------------------------------------------------------------------------------------------------------
 
 
@@ -169,8 +230,9 @@ def test_steps_per_second_count_the_other_tokens_and_the_drafting() -> None:
         block_size=2,
     )
     assert costs.drafting(2, 2) == 1.5 and costs.drafting(2, 1) == 0.75 and costs.drafting(0, 2) == 0.0
-    sps = costs.sps(context=15.0, other_tokens=3, draft_seconds=1.0)
-    assert sps[0] == 0.0 and sps[1] == pytest.approx(1 / (2 * 4 + 1)) and len(sps) == 7
+    sps = costs.sps(context=15.0, other_tokens=3, requests=1, draft_seconds=1.0)
+    assert sps[0] == 0.0 and sps[1] == pytest.approx(1 / (2 * 1 + 1)) and len(sps) == 7  # an anchor as if alone
+    assert sps[3] == pytest.approx(1 / (2 * 3 + 1))  # and a draft what it adds
     with pytest.raises(ScheduleError, match="contexts"):
         StepCosts(contexts=(2, 1), passes=np.ones((2, 3)), drafts=np.zeros((1, 1)))
     with pytest.raises(ScheduleError, match="positive"):

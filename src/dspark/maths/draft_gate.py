@@ -2,17 +2,22 @@
 
 A scheduler trims what is verified, but by then the drafts have been paid for; where a step is full and drafts die
 young, the best trim is not to draft. The gate weighs both by measured costs. With S the survivals that each request's
-committed rounds let expect, R requests, b other tokens in the step,
+committed rounds let expect, R requests, and pass(n) the seconds that n of their tokens answer for beside the prompts
+in the step (:meth:`dspark.maths.step_costs.StepCosts.own`),
 
-    without drafts   R / pass(b + R)
-    with drafts      (R + the c likeliest of S over m requests and d positions) / (draft(m, d) + pass(b + R + c))
+    without drafts   R / pass(R)
+    with drafts      (R + the c likeliest of S over m requests and d positions) / (draft(m, d) + pass(R + c))
 
 and drafts, for the m requests with the largest sums of S, where the best of the second, over c and a grid of m and d,
 is more than the first. Everything it looks at was committed before the step began, so no admission depends on a token
 of the step, and the output stays exact.
 
+Deciding costs time itself. Where not even drafts for the price of a single one would pay, which is how it stands on a
+busy machine, :func:`could_pay` says so after one sort, and :class:`Refusals` keep that word for some steps.
+
 What is refused teaches nothing more, so now and then a few requests are drafted for regardless: a probe, in pauses
-that double as long as nothing comes of it.
+that double as long as nothing comes of it, and that are never so short that probes take more than a small share of the
+time.
 """
 
 from __future__ import annotations
@@ -58,11 +63,7 @@ def choose_depths(
     ``margin``: share by which drafting must look better. ``throughput`` is never below ``plain``.
     """
     requests, block = survival.shape
-    curve = costs.curve(context)[other_tokens:]
-    if len(curve) <= requests * (1 + block):
-        raise ScheduleError(
-            f"costs cover {costs.max_tokens} tokens and the step could carry {other_tokens + requests * (1 + block)}"
-        )
+    curve = _own(costs, survival, other_tokens, context)
     plain = float(requests / curve[requests]) if requests else 0.0
     going_by = curve if judged is None else judged
     none = GateChoice(depth=np.zeros(requests, dtype=np.int64), throughput=plain, plain=plain)
@@ -92,42 +93,130 @@ def choose_depths(
     return GateChoice(depth=chosen, throughput=best, plain=plain)
 
 
+def could_pay(
+    survival: Float[np.ndarray, "requests block"],
+    limits: Lens,
+    costs: StepCosts,
+    *,
+    other_tokens: int,
+    context: float,
+    arithmetic: Arithmetic = NUMPY,
+    margin: float = 0.02,
+) -> bool:
+    """Whether :func:`choose_depths` may draft at all: False where it would not even if all drafts cost what one does.
+
+    Takes the same arguments, and a tenth of the time.
+    """
+    requests, block = survival.shape
+    curve = _own(costs, survival, other_tokens, context)
+    ordered = arithmetic.descending(np.where(np.arange(block) < limits[:, None], survival, 0.0))
+    if not len(ordered):
+        return False
+    tokens = ordered.cumsum()
+    tokens += requests
+    seconds = curve[requests + 1 : requests + 1 + len(ordered)] + costs.drafting(1, 1)
+    return bool((tokens / seconds).max() > requests / curve[requests] * (1.0 + margin))
+
+
+def _own(
+    costs: StepCosts, survival: Float[np.ndarray, "requests block"], other_tokens: int, context: float
+) -> Float[np.ndarray, "more_tokens_plus_1"]:
+    """Seconds by the requests' own tokens; raises :class:`ScheduleError` if the costs do not reach a full step."""
+    requests, block = survival.shape
+    if costs.max_tokens < other_tokens + requests * (1 + block):
+        raise ScheduleError(
+            f"costs cover {costs.max_tokens} tokens and the step could carry {other_tokens + requests * (1 + block)}"
+        )
+    return costs.own(context=context, other_tokens=other_tokens, requests=requests)
+
+
 def _grid(most: int) -> list[int]:
     """1, 2, 4, ... and ``most``; the largest first, so that it wins ties."""
     powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return [most, *reversed(powers)]
 
 
+class Refusals:
+    """Keeps a refusal of all drafts for a few steps: on a busy machine the next step looks like this one.
+
+    It ends early when fewer requests decode, for then drafts may pay, and when a drafted round has been committed.
+    """
+
+    def __init__(self, *, steps: int = 8) -> None:
+        self._steps, self._left, self._requests = steps, 0, 0
+
+    def refuse(self, requests: int) -> None:
+        """All drafts of a step of so many requests were refused."""
+        self._left, self._requests = self._steps, requests
+
+    def end(self) -> None:
+        """Decide anew in the next step."""
+        self._left = 0
+
+    def holds(self, requests: int) -> bool:
+        """Whether the next step, of so many requests, is refused without a look; counts it if so."""
+        if not self._left or requests < self._requests:
+            return False
+        self._left -= 1
+        return True
+
+
 class ProbeClock:
     """When refused requests are drafted for regardless, and which: those that have waited longest, a few at a time."""
 
-    def __init__(self, rows: int, *, first_pause: int = 8, longest_pause: int = 256, requests: int = 2) -> None:
-        """Pauses in steps; ``requests``: most of one probe."""
+    def __init__(
+        self,
+        rows: int,
+        *,
+        first_pause: int = 8,
+        longest_pause: int = 256,
+        requests: int = 2,
+        share: float = 0.004,
+    ) -> None:
+        """Pauses in steps; ``requests``: most of one probe; ``share``: most of the time that probes may take, where
+        their cost is told, in (0, 1]: it stretches the pauses, beyond the longest too."""
         if not 1 <= first_pause <= longest_pause or requests < 1:
             raise ScheduleError(
                 f"first_pause is {first_pause}, longest_pause {longest_pause} and requests {requests}; pauses must be "
                 "ordered and all at least 1"
             )
-        self._first, self._longest, self._most = first_pause, longest_pause, requests
-        self._pause, self._since = first_pause, 0
-        self._undrafted = np.zeros(rows, dtype=np.int64)  # steps that each row has gone without drafts
+        if not 0.0 < share <= 1.0:
+            raise ScheduleError(f"share is {share}; it must be a share of the time in (0, 1]")
+        self._first, self._longest, self.requests, self._share = first_pause, longest_pause, requests, share
+        self._pause, self._since, self._now = first_pause, 0, 0
+        self._drafted = np.zeros(rows, dtype=np.int64)  # step in which each row was drafted for last, or opened
 
     def open(self, row: int) -> None:
-        self._undrafted[row] = 0
+        self._drafted[row] = self._now
 
-    def due(self, rows: Int[np.ndarray, "requests"], depth: Lens, limits: Lens) -> Int[np.ndarray, "probed"]:
+    def tick(self, cost: float = 0.0) -> bool:
+        """Go through a step that refuses somebody; whether a probe is due in it. ``cost``: of a probe, in steps."""
+        self._now += 1
+        self._since += 1
+        return self._since >= max(self._pause, cost / self._share)
+
+    def probe(
+        self, rows: Int[np.ndarray, "requests"], refused: Int[np.ndarray, "refused"]
+    ) -> Int[np.ndarray, "probed"]:
+        """Those of the places ``refused`` among ``rows`` whose turn it is; none if there is no one to probe."""
+        if not len(refused):
+            return refused
+        self._since, self._pause = 0, min(2 * self._pause, self._longest)
+        longest = np.argsort(self._drafted[rows[refused]], kind="stable")[: self.requests]
+        probed = refused[longest]
+        self._drafted[rows[probed]] = self._now
+        return probed
+
+    def due(
+        self, rows: Int[np.ndarray, "requests"], depth: Lens, limits: Lens, *, cost: float = 0.0
+    ) -> Int[np.ndarray, "probed"]:
         """Places among ``rows`` to be drafted for besides those with a ``depth``; advances the clock by a step."""
         refused = np.flatnonzero((depth == 0) & (limits > 0))
-        self._undrafted[rows[depth > 0]] = 0
         if not len(refused):
+            self._now += 1
+            self._drafted[rows[depth > 0]] = self._now
             self._pause, self._since = self._first, 0
             return refused
-        self._undrafted[rows[refused]] += 1
-        self._since += 1
-        if self._since < self._pause:
-            return refused[:0]
-        self._since, self._pause = 0, min(2 * self._pause, self._longest)
-        longest = np.argsort(-self._undrafted[rows[refused]], kind="stable")[: self._most]
-        probed = refused[longest]
-        self._undrafted[rows[probed]] = 0
-        return probed
+        due = self.tick(cost)
+        self._drafted[rows[depth > 0]] = self._now
+        return self.probe(rows, refused) if due else refused[:0]

@@ -43,12 +43,27 @@ class StepCosts:
         """Seconds to draft ``depth`` tokens for each of ``requests`` requests, and to take their outcome in."""
         return float(self.drafts[requests, depth])
 
+    def own(self, *, context: float, other_tokens: int, requests: int) -> Float[np.ndarray, "more_tokens_plus_1"]:
+        """Seconds that the tokens of ``requests`` decoding requests answer for, by their number, beside so many
+        ``other_tokens`` of prompts: the anchors as in a pass without prompts, and each draft what it adds to this one.
+
+        What the prompts take is spent with drafts or without. Charged to the step, it would make drafts look cheap
+        just where they hold prompts up: next to a long pass any draft is a small share, and still it costs more time
+        than the tokens that plain steps would write in it.
+        """
+        curve = self.curve(context)
+        if not other_tokens:
+            return curve
+        seconds = curve[other_tokens:] - (curve[other_tokens + requests] - curve[requests])
+        seconds[:requests] = curve[:requests]
+        return np.maximum(seconds, seconds[requests], out=seconds, where=np.arange(len(seconds)) >= requests)
+
     def sps(
-        self, *, context: float, other_tokens: int, draft_seconds: float
+        self, *, context: float, other_tokens: int, requests: int, draft_seconds: float
     ) -> Float[np.ndarray, "more_tokens_plus_1"]:
-        """Steps per second by the tokens that come on top of ``other_tokens`` and of so much drafting: what
+        """Steps per second by the tokens of ``requests`` requests (:meth:`own`) after so much drafting: what
         schedulers weigh expected tokens with. Entry 0 says nothing."""
-        seconds = self.curve(context)[other_tokens:] + draft_seconds
+        seconds = self.own(context=context, other_tokens=other_tokens, requests=requests) + draft_seconds
         seconds[:1] = np.inf
         return 1.0 / seconds
 

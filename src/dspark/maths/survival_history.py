@@ -68,6 +68,10 @@ class SurvivalHistory:
             raise ScheduleError(f"pull is {pull}; it must be positive")
         self._fade, self._rust, self._pull, self._pool_fade = fade, rust, pull, pool_fade
         self._sums, self._weights = np.zeros((rows, block_size)), np.zeros(rows)
+        self._rests, self._rested = (
+            0,
+            np.zeros(rows, dtype=np.int64),
+        )  # of all at once; of them, in a row's sums
         self.rounds = 0  # observed so far
         self._pool_sum, self._pool_weight = np.full(block_size, guess).cumprod() * pull, pull
 
@@ -78,12 +82,13 @@ class SurvivalHistory:
 
     def open(self, row: int) -> None:
         """A new request takes ``row``: nothing is known of it."""
-        self._sums[row], self._weights[row] = 0.0, 0.0
+        self._sums[row], self._weights[row], self._rested[row] = 0.0, 0.0, self._rests
 
     def observe(self, rows: Int[np.ndarray, "requests"], survival: Table) -> None:
         """Take in a committed round of each of ``rows``, as :func:`round_survivals` tells it."""
         if not len(rows):
             return
+        self._settle(rows)
         self._sums[rows] = self._fade * self._sums[rows] + survival
         self._weights[rows] = self._fade * self._weights[rows] + 1.0
         self.rounds += len(rows)
@@ -93,11 +98,26 @@ class SurvivalHistory:
 
     def rest(self, rows: Int[np.ndarray, "requests"]) -> None:
         """``rows`` went through a step without drafts: what is known of them grows old."""
+        self._settle(rows)
         self._sums[rows] *= self._rust
         self._weights[rows] *= self._rust
 
+    def rest_all(self) -> None:
+        """Every row went through a step without drafts: :meth:`rest`, at no cost before one of them is asked about."""
+        self._rests += 1
+
+    def _settle(self, rows: Int[np.ndarray, "requests"]) -> None:
+        """Let the rests of all show in ``rows``."""
+        missed = self._rests - self._rested[rows]
+        if missed.any():
+            kept = self._rust**missed
+            self._sums[rows] *= kept[:, None]
+            self._weights[rows] *= kept
+            self._rested[rows] = self._rests
+
     def estimate(self, rows: Int[np.ndarray, "requests"]) -> Table:
         """Expected survivals of each of ``rows``: in [0, 1], never rising along a row."""
+        self._settle(rows)
         mixed = self._sums[rows] + self._pull * self.usual
         return (mixed / (self._weights[rows] + self._pull)[:, None]).clip(0.0, 1.0)
 

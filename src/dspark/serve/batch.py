@@ -14,10 +14,13 @@ from dspark.models.batch_drafter import BatchProposal
 from dspark.serve.drafting import Drafting
 from dspark.serve.flight import Flight
 
+NOTHING: tuple[int, list[int], int] = (0, [], 0)  # of a request without drafts; nobody writes to the list
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Judged:
-    """A request whose last row, or whose drafts and the row after them, are drawn from in this step."""
+    """A request whose last row, or whose drafts and the row after them, are drawn from in this step. Never changed;
+    freezing would cost more than the rest of it, some hundred times a step."""
 
     flight: Flight
     index: int  # of the request in the batch
@@ -98,14 +101,16 @@ def assemble(
     for i, flight in enumerate(ordered):
         start = len(token_ids)
         starts.append(start)
-        if flight.decoding:
-            row, proposed, verify_len = drafts.get(flight.number, (0, [], 0))
+        if flight.number not in chunks:
+            row, proposed, verify_len = drafts.get(flight.number, NOTHING)
             token_ids.append(flight.ids[-1])
-            token_ids += proposed[:verify_len]
+            rows.append(start)
+            if verify_len:
+                token_ids += proposed[:verify_len]
+                rows += range(start + 1, len(token_ids))
             judged.append(
                 Judged(flight=flight, index=i, draft_row=row, drafts=proposed, verify_len=verify_len, decoded=True)
             )
-            rows += range(start, len(token_ids))
         else:
             end = flight.computed + chunks[flight.number]
             token_ids += flight.ids[flight.computed : end]

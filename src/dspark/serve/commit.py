@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,13 +52,14 @@ class Commit:
         """Keep the rows of prompts, anchors and accepted drafts, in the target's memory and in the drafter's; seconds
         that the drafter took."""
         kept = list(batch.counts)
-        if verdict is not None:
+        if verdict is not None and batch.proposal is not None:
             for judged, accepted in zip(batch.judged, verdict.accepted.tolist(), strict=True):
                 if judged.decoded:
                     kept[judged.index] = accepted + 1
-        for flight, count in zip(batch.flights, kept, strict=True):
+        for flight, count, ran in zip(batch.flights, kept, batch.counts, strict=True):
             flight.computed += count
-            self.roster.memory.rollback(flight.seat, flight.computed)
+            if count < ran:
+                self.roster.memory.rollback(flight.seat, flight.computed)
         if self.drafter.block_size == 0:
             return 0.0
         token_ids = torch.tensor(batch.token_ids, dtype=torch.long, device=self._device)
@@ -87,19 +88,12 @@ class Commit:
                 outcomes.append(self._append_one(judged, accepted, next_token, output.logits, first))
             except Exception as error:
                 self._fail(judged.flight, error)
-        self._offer(batch.flights, [outcome.flight for outcome in outcomes if outcome.finish_reason is not None])
+        roster, size = self.roster, self.roster.pages.page_size
+        if roster.sharing:
+            for flight in batch.flights:
+                if flight.computed // size > flight.published and flight.seat >= 0:
+                    roster.publish(flight)
         return outcomes
-
-    def _offer(self, flights: Sequence[Flight], ending: Sequence[Flight]) -> None:
-        """Offer whole pages for sharing; of a request that ends, all of them: the drafter takes their tokens in now."""
-        roster = self.roster
-        if not roster.sharing:
-            return
-        if any(roster.whole(flight) > roster.whole(flight, fed=True) for flight in ending if flight.seat >= 0):
-            self.drafter.catch_up()
-        for flight in flights:
-            if flight.seat >= 0:
-                roster.publish(flight)
 
     def _append_one(self, judged: Judged, accepted: int, next_token: int, logits: Tensor | None, first: int) -> Outcome:
         """A round's new tokens; ``first`` is the request's first row of ``logits``."""

@@ -30,6 +30,12 @@ class Counters:
         for totals, numbers in ((self.proposed, proposed), (self.verified, verified), (self.accepted, accepted)):
             totals += np.bincount(np.asarray(numbers, dtype=np.int64), minlength=len(totals))
 
+    def count_plain(self, rounds: int) -> None:
+        """So many committed rounds without a draft."""
+        self.rounds += rounds
+        for totals in (self.proposed, self.verified, self.accepted):
+            totals[0] += rounds
+
     def stats(self, roster: Roster, *, entering: int = 0) -> EngineStats:
         """A picture of now; ``entering`` requests are about to wait."""
         return EngineStats(

@@ -24,7 +24,7 @@ from dspark.maths.batch_schedulers import (
     StepDrafts,
     ThresholdBatch,
 )
-from dspark.maths.draft_gate import ProbeClock, choose_depths
+from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay
 from dspark.maths.step_costs import StepCosts, convex_from
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
@@ -89,8 +89,9 @@ class DraftPlanner:
         self._gated, self._block = gated, block
         self._arithmetic = fast_arithmetic()
         self._convex: dict[tuple[float, int, int], Float[np.ndarray, "tokens_plus_1"]] = {}
+        self._probes: dict[int, float] = {}  # costs, by requests
         self.history = SurvivalHistory(seats, block_size=block)
-        self._clock = ProbeClock(seats)
+        self._clock, self._refusals = ProbeClock(seats), Refusals()
 
     @property
     def drafts(self) -> bool:
@@ -110,6 +111,9 @@ class DraftPlanner:
         if not self.drafts or not count:
             return plan
         started = time.perf_counter()
+        if self._gated and self._refusals.holds(count) and not self._clock.tick(self._probe_cost(count)):
+            plan.schedule_seconds = time.perf_counter() - started
+            return plan
         limits = np.array([flight.most_drafts for flight in flights], dtype=np.int64).clip(0, self._block)
         context = sum(len(flight.ids) for flight in flights) / count
         plan.asked = self._gate(flights, limits, other_tokens, context) if self._gated else limits
@@ -126,35 +130,57 @@ class DraftPlanner:
         return plan
 
     def _gate(self, flights: Sequence[Flight], limits: Lens, other_tokens: int, context: float) -> Lens:
+        """Drafts to ask for: what the gate lets through, and a probe where one is due."""
         assert self.costs is not None
         rows = _seats(flights)
         survival = self.history.estimate(rows)
-        choice = choose_depths(
-            survival,
-            limits,
-            self.costs,
-            other_tokens=other_tokens,
-            context=context,
-            judged=self._judged(len(flights), other_tokens, context),
-            arithmetic=self._arithmetic,
-        )
-        probed = self._clock.due(rows, choice.depth, limits)
-        depth = choice.depth.copy()
+        depth = np.zeros(len(flights), dtype=np.int64)
+        if self._could_pay(survival, limits, other_tokens, context):
+            depth = choose_depths(
+                survival,
+                limits,
+                self.costs,
+                other_tokens=other_tokens,
+                context=context,
+                judged=self._judged(len(flights), other_tokens, context),
+                arithmetic=self._arithmetic,
+            ).depth.copy()
+        if not depth.any() and not (other_tokens and self._could_pay(survival, limits, 0, context)):
+            self._refusals.refuse(len(flights))  # also for the steps behind a prompt
+        probed = self._clock.due(rows, depth, limits, cost=self._probe_cost(len(flights)))
         depth[probed] = limits[probed]
         if self.history.rounds < FIRST_ROUNDS:  # what is only guessed is tried on a few
             depth[np.flatnonzero(depth)[FIRST_REQUESTS:]] = 0
         return depth
 
+    def _could_pay(
+        self, survival: Float[np.ndarray, "requests block"], limits: Lens, other_tokens: int, context: float
+    ) -> bool:
+        assert self.costs is not None
+        return could_pay(
+            survival, limits, self.costs, other_tokens=other_tokens, context=context, arithmetic=self._arithmetic
+        )
+
+    def _probe_cost(self, requests: int) -> float:
+        """What a probe beside so many plain requests takes, in steps: drafting, and a pass with all of its drafts."""
+        if requests not in self._probes:
+            assert self.costs is not None
+            probed = min(self._clock.requests, requests)
+            curve = self.costs.passes[0]
+            spent = self.costs.drafting(probed, self._block) + curve[requests + probed * self._block] - curve[requests]
+            self._probes[requests] = float(spent / curve[requests])
+        return self._probes[requests]
+
     def _judged(self, requests: int, other_tokens: int, context: float) -> Float[np.ndarray, "tokens_plus_1"] | None:
         """Seconds of a pass by the tokens on top of the others, as Algorithm 1 is to see them; None for other rules."""
         if self.costs is None or not isinstance(self.scheduler, GreedyBatch):
             return None
-        curve = self.costs.curve(context)
-        key = (float(curve[-1]), other_tokens, requests)
+        key = (float(self.costs.curve(context)[-1]), other_tokens, requests)
         if key not in self._convex:
             if len(self._convex) >= MOST_CURVES:
                 self._convex.clear()
-            self._convex[key] = convex_from(curve[other_tokens:], requests)
+            own = self.costs.own(context=context, other_tokens=other_tokens, requests=requests)
+            self._convex[key] = convex_from(own[: requests * (1 + self._block) + 1], requests)
         return self._convex[key]
 
     def _sps(self, requests: int, drafted: int, depth: int, other_tokens: int, context: float) -> Sps | None:
@@ -164,7 +190,7 @@ class DraftPlanner:
         spent = self.costs.drafting(drafted, depth)
         judged = self._judged(requests, other_tokens, context)
         if judged is None:
-            return self.costs.sps(context=context, other_tokens=other_tokens, draft_seconds=spent)
+            return self.costs.sps(context=context, other_tokens=other_tokens, requests=requests, draft_seconds=spent)
         seconds = judged + spent
         seconds[:1] = np.inf
         return 1.0 / seconds
@@ -213,6 +239,10 @@ class DraftPlanner:
         """Take in a committed step: accepted drafts by request number, of those whose round was committed."""
         if not self.drafts:
             return
+        if plan.proposal is None:
+            if plan.flights:
+                self.history.rest_all()
+            return
         there = [i for i, flight in enumerate(plan.flights) if flight.number in accepted and flight.seat >= 0]
         drafted = np.array([i for i in there if plan.asked[i] > 0], dtype=np.int64)
         rested = np.array([i for i in there if plan.asked[i] == 0], dtype=np.int64)
@@ -229,6 +259,7 @@ class DraftPlanner:
             usual=self.history.usual,
         )
         self.history.observe(_seats([plan.flights[i] for i in drafted]), told)
+        self._refusals.end()
 
 
 def make_planner(

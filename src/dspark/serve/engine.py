@@ -19,7 +19,7 @@ from dspark.maths.batch_verification import BatchVerdict
 from dspark.maths.step_costs import StepCosts
 from dspark.models.batch_drafter import batched
 from dspark.models.drafter import Drafter, NoDrafter
-from dspark.models.target import Target
+from dspark.models.target import PagedTarget, Target
 from dspark.serve.batch import Step, StepBatch, StepOutput, prompt_chunks
 from dspark.serve.commit import Commit, verify
 from dspark.serve.confidences import Confidences
@@ -56,7 +56,8 @@ class Engine:
         Raises :class:`ConfigError` for settings that the target cannot serve.
         """
         self.target, self.chat, self.config = target, chat, config or EngineConfig()
-        self.drafter = LazyDrafter(batched(NoDrafter() if self.config.scheduler == "none" else drafter, target))
+        inner = batched(NoDrafter() if self.config.scheduler == "none" else drafter, target)
+        self.drafter = LazyDrafter(inner, postpones=self.config.gated and isinstance(target, PagedTarget))
         self.max_len = min(self.config.max_len or target.info.max_len, target.info.max_len)
         self.roster = make_roster(target, self.drafter, self.config, max_len=self.max_len)
         if costs is None and self.config.weighs_costs:
@@ -256,8 +257,13 @@ class Engine:
     def _count(self, step: Step, batch: StepBatch, verdict: BatchVerdict | None) -> None:
         counters = self.counters
         counters.steps += 1
-        counters.prompt_tokens += sum(step.chunks.get(flight.number, 0) for flight in batch.flights)
+        if step.chunks:
+            counters.prompt_tokens += sum(step.chunks.get(flight.number, 0) for flight in batch.flights)
         if verdict is None:
+            return
+        if step.plan.proposal is None:
+            counters.count_plain(sum(judged.decoded for judged in batch.judged))
+            self.planner.observe(step.plan, {})
             return
         proposed, verified, accepted, by_number = list[int](), list[int](), list[int](), dict[int, int]()
         for judged, count in zip(batch.judged, verdict.accepted.tolist(), strict=True):

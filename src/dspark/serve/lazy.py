@@ -1,13 +1,21 @@
-"""A drafter that takes committed tokens in when somebody wants to know, or when many have gathered.
+"""A drafter that takes committed tokens in when somebody wants drafts of their request, and not before.
 
-Where drafting does not pay, a step that drafts for nobody should cost what plain decoding costs; but the drafter's
-context must keep up for the next probe. Taking in one token reads the same weights as taking in sixteen, so they are
-kept until a proposal is asked for, or until enough of them make it cheap.
+Where drafting does not pay, a step that drafts for nobody should cost what plain decoding costs. But what the drafter
+knows of a text comes from the target's states over it, which are there once, when the text passes through the target.
+So the states are kept, in the pages of the text, and the drafter takes them in when its request is drafted for: those
+of one probed request in one call, and those of most requests on a busy machine never.
+
+    | slot of a page       | kept states             | drafter's own context                                           |
+    |----------------------|-------------------------|-----------------------------------------------------------------|
+    | of a committed token | there                   | there if *taken*: written when a request on it was drafted for  |
+    | others               | what a former text left | likewise                                                        |
+
+A page that requests share is shared with what is kept of it, taken or not: the first of them to be drafted for writes
+the drafter's context, and those that follow find it there.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,26 +23,42 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dspark.maths.shaping import Shaper
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
-from dspark.models.forwarding_batch import ForwardingBatch
-
-MOST_STEPS = 16  # whose tokens are kept
-MOST_TOKENS = 512
+from dspark.models.paged_memory import PageTables
 
 
-class LazyDrafter(ForwardingBatch):
-    """``inner``, fed late. Which tokens it has taken in decides which pages may be shared: :meth:`behind`."""
+class LazyDrafter:
+    """``inner``, fed late. With ``postpones`` False it is fed at once, and nothing is kept: for engines that draft for
+    everybody at every step."""
 
-    def __init__(self, inner: BatchDrafter) -> None:
-        super().__init__(inner)
-        self._kept: list[
-            tuple[Int[np.ndarray, "tokens"], Tensor, Tensor | None]
-        ] = []  # seat of each token, ids, states
-        self._behind: Counter[int] = Counter()  # tokens by seat
+    def __init__(self, inner: BatchDrafter, *, postpones: bool = True) -> None:
+        self.inner = inner
+        self.name, self.block_size = inner.name, inner.block_size
+        self.taps, self.has_confidence = inner.taps, inner.has_confidence
+        self._postpones = postpones and inner.block_size > 0
 
-    def behind(self, seat: int) -> int:
-        """Committed tokens of ``seat`` that the drafter has not taken in yet."""
-        return self._behind[seat]
+    def attach(self, tables: PageTables, *, pages: int, max_len: int) -> None:
+        """See :class:`BatchDrafter`. States are kept in the target's dtype, as many as the pages hold; the room for
+        them is taken when the first come."""
+        self.inner.attach(tables, pages=pages, max_len=max_len)
+        self._table, self._page_size, self._slots = tables.ids.numpy(), tables.page_size, pages * tables.page_size
+        self._lengths = np.zeros(tables.seats, dtype=np.int64)  # committed tokens that the target has run, by seat
+        self._fed = np.zeros(tables.seats, dtype=np.int64)  # of them, taken in for the seat
+        self._taken = np.zeros(self._slots if self._postpones else 0, dtype=np.bool_)
+        self._ids: Int[Tensor, "slots"] | None = None
+        self._states: Float[Tensor, "slots features"] | None = None
+
+    def open(self, seat: int, *, shaper: Shaper | None) -> None:
+        """See :class:`BatchDrafter`."""
+        self.inner.open(seat, shaper=shaper)
+
+    def resume(self, seat: int, token_ids: Sequence[int]) -> None:
+        """See :class:`BatchDrafter`; what the other request's drafter did not take in of them, this one's will."""
+        if self._postpones:
+            self._lengths[seat] = len(token_ids)
+        else:
+            self.inner.resume(seat, token_ids)
 
     def extend(
         self,
@@ -43,42 +67,88 @@ class LazyDrafter(ForwardingBatch):
         token_ids: Int[Tensor, "tokens"],
         features: Float[Tensor, "tokens features"] | None,
     ) -> None:
-        """Keep the tokens, or take them in with all that are kept."""
-        self._kept.append((np.repeat(np.asarray(seats, dtype=np.int64), counts), token_ids, features))
-        for seat, count in zip(seats, counts, strict=True):
-            self._behind[seat] += count
-        if len(self._kept) >= MOST_STEPS or self._behind.total() >= MOST_TOKENS:
-            self.catch_up()
-
-    def catch_up(self) -> None:
-        """Take in what is kept: one call, each seat's tokens in their order."""
-        kept, self._kept = self._kept, []
-        behind, self._behind = self._behind, Counter()
-        if not kept:
+        """Keep the tokens for whoever is asked about."""
+        if not self._postpones:
+            self.inner.extend(seats, counts, token_ids, features)
             return
-        owners = np.concatenate([seats for seats, _, _ in kept])
-        token_ids = torch.cat([ids for _, ids, _ in kept])
-        features = None if kept[0][2] is None else torch.cat([states for _, _, states in kept if states is not None])
-        there = np.flatnonzero(owners >= 0)
-        order = there[np.argsort(owners[there], kind="stable")]
-        if len(kept) > 1 or len(there) < len(owners):
-            places = torch.from_numpy(order).to(token_ids.device)
-            token_ids = token_ids[places]
-            features = None if features is None else features[places]
-            seats = sorted(seat for seat, count in behind.items() if count)
-        else:
-            seats = list(behind)  # as they came
-        if seats:
-            super().extend(seats, [behind[seat] for seat in seats], token_ids, features)
+        rows = np.asarray(seats, dtype=np.int64)
+        starts, sizes = self._lengths[rows], np.asarray(counts, dtype=np.int64)
+        slots = self._slots_of(rows, starts, sizes)
+        assert len(slots) and slots.min() >= 0, "a seat without pages for its tokens"
+        self._taken[slots] = False
+        where = torch.from_numpy(slots).to(token_ids.device)
+        if self._ids is None:
+            self._ids = token_ids.new_empty(self._slots)
+            self._states = None if features is None else features.new_empty(self._slots, features.shape[1])
+        self._ids[where] = token_ids
+        if self._states is not None and features is not None:
+            self._states[where] = features
+        self._lengths[rows] += sizes
 
     def propose(self, asks: Sequence[DraftAsk]) -> BatchProposal:
-        """The inner drafter's proposals, after all that was kept."""
-        self.catch_up()
-        return super().propose(asks)
+        """See :class:`BatchDrafter`."""
+        if self._postpones:
+            self.catch_up([ask.seat for ask in asks])
+        return self.inner.propose(asks)
 
     def close(self, seat: int) -> None:
-        """See :meth:`BatchDrafter.close`; what is kept of the seat is dropped."""
-        if self._behind.pop(seat, 0):
-            for owners, _, _ in self._kept:
-                owners[owners == seat] = -1
-        super().close(seat)
+        """See :class:`BatchDrafter`."""
+        self._lengths[seat] = self._fed[seat] = 0
+        self.inner.close(seat)
+
+    def behind(self, seat: int) -> int:
+        """Committed tokens of ``seat`` that are not taken in for it."""
+        return int(self._lengths[seat] - self._fed[seat])
+
+    def catch_up(self, seats: Sequence[int]) -> None:
+        """Take in what is kept of ``seats``: one call, and one for each seat whose pages another of them shares."""
+        rows = np.array([seat for seat in seats if self._fed[seat] < self._lengths[seat]], dtype=np.int64)
+        alone = self._sharing(rows)
+        for seat in rows[alone].tolist():
+            self._take_in(np.array([seat]))
+        if not alone.all():
+            self._take_in(rows[~alone])
+
+    def _take_in(self, rows: Int[np.ndarray, "some"]) -> None:
+        for seat in rows[self._fed[rows] == 0].tolist():
+            self._resume(seat)
+        rows = rows[self._fed[rows] < self._lengths[rows]]
+        if not len(rows):
+            return
+        counts = self._lengths[rows] - self._fed[rows]
+        slots = self._slots_of(rows, self._fed[rows], counts)
+        assert self._ids is not None
+        where = torch.from_numpy(slots).to(self._ids.device)
+        states = None if self._states is None else self._states[where]
+        self.inner.extend(rows.tolist(), counts.tolist(), self._ids[where], states)
+        self._taken[slots] = True
+        self._fed[rows] = self._lengths[rows]
+
+    def _resume(self, seat: int) -> None:
+        """Begin a seat behind what is taken of its first tokens already, by requests that shared their pages."""
+        slots = self._slots_of(np.array([seat]), np.zeros(1, dtype=np.int64), self._lengths[[seat]])
+        missing = np.flatnonzero(~self._taken[slots])
+        count = int(missing[0]) if len(missing) else len(slots)
+        if count:
+            assert self._ids is not None
+            where = torch.from_numpy(slots[:count]).to(self._ids.device)
+            self.inner.resume(seat, self._ids[where].tolist())
+            self._fed[seat] = count
+
+    def _sharing(self, rows: Int[np.ndarray, "some"]) -> np.ndarray:
+        """Which of ``rows`` have a page in use that another of them uses as well."""
+        if len(rows) < 2:
+            return np.ones(len(rows), dtype=np.bool_)
+        stretches = -(-self._lengths[rows] // self._page_size)
+        pages = self._table[rows, : stretches.max()]
+        used = np.arange(pages.shape[1]) < stretches[:, None]
+        holders = np.bincount(pages[used], minlength=1)
+        return (used & (holders[np.where(used, pages, 0)] > 1)).any(1)
+
+    def _slots_of(
+        self, rows: Int[np.ndarray, "some"], starts: Int[np.ndarray, "some"], counts: Int[np.ndarray, "some"]
+    ) -> Int[np.ndarray, "tokens"]:
+        """Where tokens of seats lie, all pages one after the other: ``counts`` of each from ``starts`` on."""
+        owners = np.repeat(rows, counts)
+        positions = np.repeat(starts - (counts.cumsum() - counts), counts) + np.arange(len(owners))
+        return self._table[owners, positions // self._page_size] * self._page_size + positions % self._page_size

@@ -10,7 +10,7 @@ from dspark.serve.events import StepEvent, TokenLogprobs
 from dspark.serve.flight import Flight
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Outcome:
     """New tokens of a request and how it ended, if it did. ``text`` is there early only where stop strings are watched
     for; else :meth:`event` makes it, which may be later and elsewhere, in the order of a request's outcomes."""

@@ -104,9 +104,13 @@ class Roster:
 
     def make_room(self) -> None:
         """Pages for every running request's next step, oldest first, preempting the youngest where there are none."""
-        for flight in list(self.running):
+        room = [flight for flight in self.running if self._lacks(flight)]
+        for flight in room:
             while flight.seat >= 0 and not self.grow(flight):
                 self.preempt(self.running[-1])
+
+    def _lacks(self, flight: Flight) -> bool:
+        return len(flight.ids) + self.scratch > len(flight.page_ids) * self.pages.page_size
 
     def preempt(self, flight: Flight) -> None:
         """Take seat and pages from a running request; it waits as the first of those that are younger."""
@@ -115,14 +119,10 @@ class Roster:
         at = next((i for i, other in enumerate(self.waiting) if other.number > flight.number), len(self.waiting))
         self.waiting.insert(at, flight)
 
-    def whole(self, flight: Flight, *, fed: bool = False) -> int:
-        """Whole pages of its committed tokens that the target has run; ``fed``: and that the drafter has taken in."""
-        behind = self.drafter.behind(flight.seat) if fed else 0
-        return min(flight.computed - behind, len(flight.ids)) // self.pages.page_size
-
     def publish(self, flight: Flight) -> None:
-        """Offer the whole pages that both target and drafter have filled, and that are not known yet, for sharing."""
-        whole = self.whole(flight, fed=True)
+        """Offer the whole pages of committed tokens that the target has run, and that are not known yet, for sharing;
+        the drafter's part of them is there, or is kept to be taken in."""
+        whole = min(flight.computed, len(flight.ids)) // self.pages.page_size
         if whole > flight.published:
             keys = flight.keys.of(flight.ids, whole)
             for i in range(flight.published, whole):
