@@ -61,7 +61,7 @@ def test_a_sweep_by_hand() -> None:
     assert (few.acceptance_rate, few.verify_len) == (1.0, 1.0)
     assert np.isnan(sweep(outcomes, (0.95,)).points[0].acceptance_rate)
     assert [p.checked for p in sweep(outcomes, (0.0, 0.5, 0.7)).points] == [6, 3, 2]
-    many = outcomes.take(np.arange(60) % 2)
+    many = outcomes.take(np.arange(400) % 2)
     assert sweep(many).monotone
     against = many.replaced(1.0 - many.confidence)
     assert not sweep(against, (0.0, 0.3, 0.7)).monotone
@@ -74,6 +74,9 @@ def test_true_confidences_raise_the_acceptance_rate_in_every_domain(tmp_path: Pa
     for domain in found.values():
         rates = [point.acceptance_rate for point in domain.points]
         assert domain.monotone and rates[-1] > rates[0] + 0.2 and domain.rounds == 1600
+        assert all(
+            p.low is not None and p.high is not None and p.low < p.acceptance_rate < p.high for p in domain.points
+        )
         lengths = [point.acceptance_length for point in domain.points]
         assert lengths == sorted(lengths, reverse=True)
 
@@ -81,18 +84,22 @@ def test_true_confidences_raise_the_acceptance_rate_in_every_domain(tmp_path: Pa
 def test_temperatures_mend_overconfidence_on_prompts_they_were_not_fitted_on(tmp_path: Path) -> None:
     found = calibrate_records(cell(tmp_path, prompts=24, rounds=100, sharp=2.0))
     assert found.fitted_rounds == found.held_out_rounds == 1200
-    assert all(1.4 < t < 3.0 for t in found.sts_temperatures)
-    for before, after in zip(found.before, found.after, strict=True):
-        assert after.ece < before.ece and after.brier < before.brier
-    assert len(found.bins_after) == 4 and sum(b.count for b in found.bins_after[0]) == 1200
+    assert all(1.4 < t < 3.0 for t in found.sts.sts_temperatures) and not any(found.sts.biases)
+    for method in (found.sts, found.platt):
+        for before, after in zip(found.before, method.after, strict=True):
+            assert after.ece < before.ece and after.brier < before.brier
+            assert after.conditional_auc == pytest.approx(before.conditional_auc, abs=1e-3)
+        assert len(method.bins) == 4 and sum(b.count for b in method.bins[0]) == 1200
 
 
 def test_tables_and_data_hold_the_judgement(tmp_path: Path) -> None:
     (found,) = confidence_figures([cell(tmp_path, prompts=24, rounds=100, sharp=2.0)])
     quality, thresholds = confidence_tables([found])
-    assert quality.head[-3:] == ("T", "ECE held out", "after STS") and [row[0] for row in quality.rows][-1] == "= all"
-    assert float(quality.rows[-1][-1].rstrip("%")) < float(quality.rows[-1][-2].rstrip("%"))
-    assert [row[0] for row in thresholds.rows] == ["math", "", "chat", ""] and "falls" not in thresholds.note
+    assert quality.head[-6:] == ("ECE held out", "floor", "T", "after STS", "T, b", "after Platt")
+    before, _, _, sts, _, platt = quality.rows[-1][-6:]
+    assert quality.rows[-1][0] == "= all"
+    assert float(sts.rstrip("%")) < float(before.rstrip("%")) > float(platt.rstrip("%"))
+    assert [row[0] for row in thresholds.rows] == ["math", "", "", "chat", "", ""] and "falls" not in thresholds.note
     (data,) = json.loads(json.dumps(confidence_data([found]), allow_nan=False))
     assert data["quality"][0]["count"] == 2400 and len(data["sweeps"]["math"]["points"]) == 20
 

@@ -130,12 +130,15 @@ def test_thresholds_and_calibration(made: Path) -> None:
         and rows[0]["checked"] == 480
         and rows[0]["acceptance_rate"] < rows[-1]["acceptance_rate"]
     )
+    assert rows[0]["low"] < rows[0]["acceptance_rate"] < rows[0]["high"]
     content = json.loads((made / "out" / "figure-6-reliability.json").read_text())["fields"]
     quality = content["Quality by position"]
     assert [row["position"] for row in quality] == [1, 2, 3, 4]
-    assert sum(row["ece after"] for row in quality) < sum(row["ece"] for row in quality)
+    for after in ("ece STS", "ece Platt"):
+        assert sum(row[after] for row in quality) < sum(row["ece"] for row in quality)
+    assert all(0 < row["floor"] < 0.3 for row in quality)
     assert sum(row["temperature"] for row in quality) > 1.2 * len(quality)  # the drafter is too sure by half
-    assert {row["when"] for row in content["data"]} == {"before", "after"}
+    assert {row["when"] for row in content["data"]} == {"before", "STS", "Platt"}
 
 
 def test_loads_are_sorted_and_open_loops_left_out(made: Path) -> None:

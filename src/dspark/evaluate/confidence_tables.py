@@ -8,6 +8,7 @@ from typing import Any
 
 from dspark.errors import DataError
 from dspark.evaluate.confidence_curves import (
+    LEAST_CHECKED,
     Calibrated,
     Sweep,
     calibrate_records,
@@ -80,22 +81,34 @@ def _quality(each: ConfidenceFigures) -> TextTable:
             str(raw.count),
             number_text(raw.label, ".3f"),
             number_text(raw.ece, ".2%"),
+            number_text(raw.floor, ".2%"),
             number_text(raw.auc, ".3f"),
             number_text(raw.brier, ".3f"),
         ]
         if fitted is not None:
-            sides = fitted.before, fitted.after
-            one, two = (side[place] if isinstance(place, int) else summarise(side) for side in sides)
-            row += [f"{fitted.sts_temperatures[place]:.2f}" if isinstance(place, int) else ""]
-            row += [number_text(side.ece, ".2%") for side in (one, two)]
+            row += _held_out(fitted, place)
         rows.append(tuple(row))
-    head = ["position", "rounds", "survival", "ECE", "AUC", "Brier"]
-    head += ["T", "ECE held out", "after STS"] if fitted else []
+    head = ["position", "rounds", "survival", "ECE", "floor", "AUC", "Brier"]
+    head += ["ECE held out", "floor", "T", "after STS", "T, b", "after Platt"] if fitted else []
     note = each.note
     if fitted:
-        note = f"STS: fitted on {fitted.fitted_rounds} rounds of every second prompt, held out are the others'."
+        note = f"Fitted on {fitted.fitted_rounds} rounds of every second prompt, held out are the others'. STS: a "
+        note += "temperature per position; Platt: a temperature and a bias."
+    note += " Floor: the ECE that true chances show with as many rounds."
     title = f"{temperature_name(each.temperature)}: confidences of {each.label}"
     return TextTable(title=title, head=tuple(head), rows=tuple(rows), note=note)
+
+
+def _held_out(fitted: Calibrated, place: object) -> list[str]:
+    """A row's cells on the held-out half: of the position ``place``, or of all if it is no number."""
+    sides = fitted.before, fitted.sts.after, fitted.platt.after
+    before, sts, platt = (side[place] if isinstance(place, int) else summarise(side) for side in sides)
+    one = two = ""
+    if isinstance(place, int):
+        one = f"{fitted.sts.sts_temperatures[place]:.2f}"
+        two = f"{fitted.platt.sts_temperatures[place]:.2f}, {fitted.platt.biases[place]:+.2f}"
+    shown = [number_text(number, ".2%") for number in (before.ece, platt.floor, sts.ece, platt.ece)]
+    return [*shown[:2], one, shown[2], two, shown[3]]
 
 
 def _thresholds(each: ConfidenceFigures) -> TextTable:
@@ -104,10 +117,13 @@ def _thresholds(each: ConfidenceFigures) -> TextTable:
     for domain, sweep in each.sweeps.items():
         points = [point for point in sweep.points if point.threshold in SHOWN_THRESHOLDS]
         rows.append((domain, str(sweep.rounds), "accepted", *(number_text(p.acceptance_rate, ".1%") for p in points)))
+        bands = (f"{p.low:.1%}-{p.high:.1%}" if p.low is not None else "-" for p in points)
+        rows.append(("", "", "95 %", *bands))
         rows.append(("", "", "per round", *(f"{p.acceptance_length:.2f}" for p in points)))
     head = ("domain", "rounds", "tokens", *(f"{threshold:g}" for threshold in SHOWN_THRESHOLDS))
     falls = [domain for domain, sweep in each.sweeps.items() if not sweep.monotone]
     note = "Accepted: share of checked drafts. Each recorded round is cut where the threshold would have cut it."
+    note += f" It rises as far as {LEAST_CHECKED} drafts are checked." if not falls else ""
     note += f" The share falls somewhere in {', '.join(falls)}." if falls else ""
     title = f"{temperature_name(each.temperature)}: {each.label} under confidence thresholds"
     return TextTable(title=title, head=head, rows=tuple(rows), note=note)

@@ -191,6 +191,8 @@ def _threshold(canvas: Any, figure: Figure, look: Look) -> None:
         x = data.values(rows, "threshold")
         for axes, name in zip(panels, ("acceptance_rate", "acceptance_length"), strict=True):
             axes.plot(x, _numbers(data.values(rows, name)), label=domain, **_style(i, look))
+        low, high = (_numbers(data.values(rows, end)) for end in ("low", "high"))
+        panels[0].fill_between(x, low, high, color=look.lines[i % len(look.lines)], alpha=0.15, linewidth=0)
     panels[0].set(
         title="what is checked", xlabel="threshold", ylabel="share of checked drafts accepted", ylim=(0, 1.02)
     )
@@ -209,22 +211,23 @@ def _reliability(canvas: Any, figure: Figure, look: Look) -> None:
         for i, when in enumerate(data.distinct("when")):
             rows = data.where(position=position, when=when)
             x, y = data.values(rows, "prediction"), data.values(rows, "label")
-            axes.plot(x, y, label=f"{when} scaling", **_style((1, 0)[i % 2], look))
-            if when == "after":
+            axes.plot(x, y, label=when, **_style((1, 2, 0)[i % 3], look))
+            if when == "Platt":
                 counts.bar(x, data.values(rows, "count"), width=0.04, color=look.lines[0], alpha=0.2)
         low, high = counts.get_ylim()
         counts.set_ylim(low, 2.5 * high)
         (row,) = quality.where(position=position)
-        ece = [100 * value for value in (row[quality.names.index(name)] for name in ("ece", "ece after"))]
+        names = ("ece", "ece STS", "ece Platt", "floor")
+        ece = [100 * value for value in _numbers([row[quality.names.index(name)] for name in names])]
         drafts = f"drafts 1 to {position}" if position > 1 else "draft 1"
-        axes.set_title(f"{drafts}\nECE {ece[0]:.1f} to {ece[1]:.1f} %", fontsize=9)
+        axes.set_title(f"{drafts}\nECE {ece[0]:.1f}, {ece[1]:.1f}, {ece[2]:.1f} ({ece[3]:.1f}) %", fontsize=9)
         axes.set(xlim=(0, 1), ylim=(0, 1.02))
         axes.set_zorder(counts.get_zorder() + 1)
     for axes in panels[:: min(4, len(positions))]:
         axes.set_ylabel("measured")
     for axes in panels[-min(4, len(positions)) :]:
         axes.set_xlabel("predicted")
-    _legend(canvas, panels[0], 2)
+    _legend(canvas, panels[0], 3)
 
 
 def _throughput(canvas: Any, figure: Figure, look: Look) -> None:

@@ -119,7 +119,7 @@ def _shape_rows(cells: Sequence[Cell], value: str) -> list[Row]:
     return rows
 
 
-SWEEP = ("domain", "threshold", "checked", "acceptance_rate", "acceptance_length", "verify_len")
+SWEEP = ("domain", "threshold", "checked", "acceptance_rate", "low", "high", "acceptance_length", "verify_len")
 SHAPE = ("domain", "method", "drafter", "x", *INTERVAL, "sequential_share")
 
 
@@ -192,6 +192,8 @@ def threshold_figure(cells: Sequence[Cell], temperature: float) -> Figure:
             point.threshold,
             point.checked,
             None if math.isnan(point.acceptance_rate) else point.acceptance_rate,
+            point.low,
+            point.high,
             point.acceptance_length,
             point.verify_len,
         )
@@ -208,15 +210,16 @@ def threshold_figure(cells: Sequence[Cell], temperature: float) -> Figure:
         title=title,
         caption=f"Share of checked drafts that are accepted when {cell.label}'s blocks are cut at the first confidence "
         f"under a threshold, and what is left of tokens per round. Full-length rounds at temperature {temperature:g} "
-        f"({rounds}), each cut where the threshold would have cut it. {note}",
+        f"({rounds}), each cut where the threshold would have cut it. {note} Bands: 95 % over prompts.",
         data=Columns(names=SWEEP, rows=tuple(rows)),
         commands=commands_of([cell]),
     )
 
 
 def reliability_figure(cells: Sequence[Cell], temperature: float) -> Figure:
-    """Figure 6: predicted against measured survival, position by position, before and after calibration."""
-    title = "Reliability before and after Sequential Temperature Scaling"
+    """Figure 6: predicted against measured survival, position by position, before and after calibration: Sequential
+    Temperature Scaling, the paper's, and Platt's scaling, with a bias per position."""
+    title = "Reliability before and after calibration"
     cell = _confident(cells, temperature, "reliability", "6", title)
     if isinstance(cell, Figure):
         return cell
@@ -225,7 +228,7 @@ def reliability_figure(cells: Sequence[Cell], temperature: float) -> Figure:
     except DataError as error:
         return absent("reliability", "6", title, why=f"{error}.", command=EVAL.format(temperature=temperature))
     rows: list[Row] = []
-    for when, slots in (("before", found.bins_before), ("after", found.bins_after)):
+    for when, slots in (("before", found.bins), ("STS", found.sts.bins), ("Platt", found.platt.bins)):
         for k, bins in enumerate(slots):
             rows += [(k + 1, when, each.prediction, each.label, each.count) for each in bins]
     number: Callable[[float], float | None] = lambda value: None if math.isnan(value) else value  # noqa: E731
@@ -233,19 +236,29 @@ def reliability_figure(cells: Sequence[Cell], temperature: float) -> Figure:
         (
             k + 1,
             one.count,
-            found.sts_temperatures[k],
-            *(number(getattr(each, name)) for name in ("ece", "auc", "brier") for each in (one, two)),
+            found.sts.sts_temperatures[k],
+            found.platt.sts_temperatures[k],
+            found.platt.biases[k],
+            number(slots[-1].floor),
+            *(number(getattr(each, name)) for name in ("ece", "auc", "conditional_auc", "brier") for each in slots),
         )
-        for k, (one, two) in enumerate(zip(found.before, found.after, strict=True))
+        for k, (one, *slots) in enumerate(
+            zip(found.before, found.before, found.sts.after, found.platt.after, strict=True)
+        )
     )
-    names = ("position", "rounds", "temperature", "ece", "ece after", "auc", "auc after", "brier", "brier after")
+    names: tuple[str, ...] = ("position", "rounds", "temperature", "Platt temperature", "Platt bias", "floor")
+    names += tuple(
+        f"{name}{of}" for name in ("ece", "auc", "conditional auc", "brier") for of in ("", " STS", " Platt")
+    )
     return Figure(
         key="reliability",
         number="6",
         title=title,
         caption=f"Predicted and measured chance that drafts 1 to k of {cell.label} are all accepted, at temperature "
-        f"{temperature:g}: temperatures fitted on every second prompt ({found.fitted_rounds} rounds), shown on the "
-        f"others ({found.held_out_rounds}). Bars: how many predictions lie there.",
+        f"{temperature:g}: fitted on every second prompt ({found.fitted_rounds} rounds), shown on the others "
+        f"({found.held_out_rounds}). STS: a temperature per position; Platt: a temperature and a bias. Titles: ECE "
+        f"before, after STS and after Platt, and in brackets what true chances would show. Bars: how many of Platt's "
+        f"predictions lie there.",
         data=Columns(names=("position", "when", "prediction", "label", "count"), rows=tuple(rows)),
         more={"Quality by position": Columns(names=names, rows=quality)},
         commands=commands_of([cell]),
