@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine_rig import tiny_target
+from tiny_chat import save_chat_model
 
+from dspark.bundle import Bundle
 from dspark.models.drafter import NoDrafter
 from dspark.serve.async_engine import AsyncEngine
 from dspark.serve.engine import Engine
+from dspark.serve.llm import LLM, AnswerParams
 from dspark.serve.request import GenerationRequest
 from dspark.serve.settings import EngineConfig
 from dspark.serve.threads import release_pool
@@ -37,7 +40,8 @@ def two_threads() -> Iterator[None]:
 
 
 def pool_of_this_thread() -> set[str]:
-    """Threads that come with a parallel region of the calling thread, which has no pool yet."""
+    """Threads that come with a parallel region of the calling thread."""
+    release_pool()  # of an earlier one
     before = set(os.listdir("/proc/self/task"))
     torch.set_num_threads(2)  # a thread asks for them itself
     assert torch.ones(1 << 20).add_(1)[-1] == 2
@@ -89,3 +93,20 @@ def test_an_engine_computes_beside_no_other_pool() -> None:
             return tuple([token async for event in stream for token in event.token_ids])
 
     assert len(asyncio.run(ask())) == 3
+
+
+def test_whoever_asks_an_llm_computes_beside_it_only_meanwhile(tmp_path: Path) -> None:
+    bundle = Bundle.load(str(save_chat_model(tmp_path)), "none", dtype="float32", device="cpu")
+    params = AnswerParams(max_new_tokens=3)
+
+    async def stream(llm: LLM) -> list[int]:
+        mine = pool_of_this_thread()
+        events = llm.stream("ab", params)
+        assert mine and gone(mine)
+        return [token async for event in events for token in event.token_ids]
+
+    with LLM(bundle, config=EngineConfig(seats=2, memory_mib=8)) as llm:
+        mine = pool_of_this_thread()
+        answers = llm.generate("ab", params)
+        assert mine and gone(mine)
+        assert asyncio.run(stream(llm)) == answers[0].token_ids
