@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import dspark
 from dspark.errors import ScheduleError
-from dspark.maths.batch_schedulers import GreedyBatch, LaggedBatch, StepDrafts
+from dspark.maths.batch_schedulers import GreedyBatch, LaggedBatch, StepDrafts, recall
 from dspark.maths.global_scheduling import NUMPY, Arithmetic, Ranked
 from dspark.models.native_schedule import NativeArithmetic, fast_arithmetic
 
@@ -116,7 +116,7 @@ def test_schedulers_choose_the_same_with_either(native: Arithmetic) -> None:
 TIMING = """
 import timeit
 import numpy as np
-from dspark.maths.batch_schedulers import GreedyBatch, LaggedBatch, StepDrafts
+from dspark.maths.batch_schedulers import GreedyBatch, LaggedBatch, StepDrafts, recall
 from dspark.models.native_schedule import fast_arithmetic
 sps, arithmetic = 1 / (1 + np.arange(256 * 17 + 1) / 2000), fast_arithmetic()
 for dtype in (np.float32, np.float64):
@@ -136,3 +136,24 @@ def test_a_decision_takes_half_of_what_it_may(native: Arithmetic) -> None:
         [sys.executable, "-c", TIMING], capture_output=True, text=True, timeout=120, check=True, cwd=source
     )
     assert max(map(float, done.stdout.split())) < 150e-6
+
+
+@settings(deadline=None, max_examples=100)
+@given(steps(), st.sets(st.integers(0, 9), max_size=6), st.booleans())
+def test_what_is_recalled_of_requests_that_come_and_go(
+    native: NativeArithmetic, step: tuple[np.ndarray, int, int], here: set[int], shuffled: bool
+) -> None:
+    confidence, seed, _ = step
+    rng = np.random.default_rng(seed)
+    past_ids = np.sort(rng.choice(10, len(confidence), replace=False))
+    ids = np.array(sorted(here), dtype=np.int64)
+    if shuffled:  # merged by nobody: sorted again
+        rng.shuffle(past_ids)
+        rng.shuffle(ids)
+    guess = np.full(confidence.shape[1], rng.choice([0.0, 0.5, 0.7, 1.0])).cumprod()
+    past = native.ranked(confidence)
+    found = native.recall(past_ids, past, ids, guess)
+    assert found.tolist() == recall(past_ids, past, ids, guess).tolist()
+    by_id = dict(zip(past_ids.tolist(), past.survival.astype(np.float64).tolist(), strict=True))
+    plain = [value for i in ids.tolist() for value in by_id.get(i, guess.tolist()) if value > 0]
+    assert found.tolist() == sorted(plain, reverse=True)

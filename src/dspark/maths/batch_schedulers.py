@@ -87,6 +87,40 @@ class GreedyBatch:
         return self.arithmetic.admit(ranked, self.arithmetic.greedy(ranked, sps))
 
 
+def recall(
+    past_ids: Int[np.ndarray, "past_requests"],
+    past: Ranked,
+    request_ids: Int[np.ndarray, "requests"],
+    guess: Float[np.ndarray, "block"],
+    *,
+    arithmetic: Arithmetic = NUMPY,
+) -> Float[np.ndarray, "candidates"]:
+    """Survivals above 0 of a step's requests, largest first: those of a past step, with requests ``past_ids``, where
+    they were in it, and ``guess`` where not. Ids occur once each, in any order."""
+    rows = np.tile(guess, (len(request_ids), 1))
+    if len(past_ids):
+        order = np.argsort(past_ids)
+        places = np.searchsorted(past_ids, request_ids, sorter=order).clip(max=len(order) - 1)
+        there = past_ids[order[places]] == request_ids
+        rows[there] = past.survival[order[places[there]]]
+    return arithmetic.descending(rows)
+
+
+@runtime_checkable
+class Recalls(Protocol):
+    """An arithmetic that has a faster :func:`recall`."""
+
+    def recall(
+        self,
+        past_ids: Int[np.ndarray, "past_requests"],
+        past: Ranked,
+        request_ids: Int[np.ndarray, "requests"],
+        guess: Float[np.ndarray, "block"],
+    ) -> Float[np.ndarray, "candidates"]:
+        """:func:`recall`."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class _Past:
     """A step as the lagged scheduler remembers it."""
@@ -134,7 +168,12 @@ class LaggedBatch:
         requests, past = len(request_ids), self._past[0] if len(self._past) == self.LAG else None
         if past is not None and np.array_equal(past.request_ids, request_ids):
             return self._arithmetic.capacity(past.ranked.ordered, sps, requests)
-        known = self._arithmetic.descending(self._known(past, request_ids))
+        if past is None:
+            known = self._arithmetic.descending(np.tile(self._guess, (requests, 1)))
+        elif isinstance(self._arithmetic, Recalls):
+            known = self._arithmetic.recall(past.request_ids, past.ranked, request_ids, self._guess)
+        else:
+            known = recall(past.request_ids, past.ranked, request_ids, self._guess, arithmetic=self._arithmetic)
         return self._arithmetic.capacity(known, sps, requests)
 
     def foresee(
@@ -157,15 +196,3 @@ class LaggedBatch:
         ranked = self._arithmetic.ranked(drafts.confidence)
         self._past.append(_Past(drafts.request_ids, ranked))
         return self._arithmetic.admit(ranked, capacity)
-
-    def _known(
-        self, past: _Past | None, request_ids: Int[np.ndarray, "requests"]
-    ) -> Float[np.ndarray, "requests block"]:
-        """A row per request: its survivals of two steps ago, or the guess."""
-        rows = np.tile(self._guess, (len(request_ids), 1))
-        if past is not None and len(past.request_ids):
-            order = np.argsort(past.request_ids)
-            places = np.searchsorted(past.request_ids, request_ids, sorter=order).clip(max=len(order) - 1)
-            there = past.request_ids[order[places]] == request_ids
-            rows[there] = past.ranked.survival[order[places[there]]]
-        return rows

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dspark.maths import global_scheduling as rules
+from dspark.maths.batch_schedulers import recall
 from dspark.maths.global_scheduling import Arithmetic, Ranked
 from dspark.models.native import compiled, native_wanted
 
@@ -31,13 +32,24 @@ class _Drafts(ctypes.Structure):
     )
 
 
+class _Past(ctypes.Structure):
+    """``struct past`` of schedule.c, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("ids", "survival", "ordered")),
+        *((name, _int64) for name in ("requests", "block", "wide", "count")),
+    )
+
+
 class NativeArithmetic:
     """:class:`dspark.maths.global_scheduling.Arithmetic` in C; what it cannot take, or must refuse, numpy's gets."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._order, self._greedy, self._capacity, self._admit = (
-            getattr(library, name) for name in ("order", "greedy", "capacity", "admit")
+        self._order, self._greedy, self._capacity, self._admit, self._recall = (
+            getattr(library, name) for name in ("order", "greedy", "capacity", "admit", "recall")
         )
+        self._recall.argtypes = [ctypes.POINTER(_Past), _pointer, _int64, _pointer, _pointer]
+        self._recall.restype = _int64
         self._order.argtypes = [ctypes.POINTER(_Drafts)]
         self._greedy.argtypes = [_pointer, _int64, _pointer, _int64, _int64]
         self._capacity.argtypes = [_pointer, _int64, _pointer, _int64]
@@ -89,6 +101,28 @@ class NativeArithmetic:
         wide = survival.dtype == np.float64
         self._admit(_at(survival), *survival.shape, wide, admitted, least, _at(lens))
         return lens
+
+    def recall(
+        self,
+        past_ids: Int[np.ndarray, "past_requests"],
+        past: Ranked,
+        request_ids: Int[np.ndarray, "requests"],
+        guess: Float[np.ndarray, "block"],
+    ) -> Float[np.ndarray, "candidates"]:
+        """:func:`dspark.maths.batch_schedulers.recall`, as a merge instead of a sort where all ids ascend."""
+        survival, ids = past.survival, np.ascontiguousarray(request_ids, dtype=np.int64)
+        before = np.ascontiguousarray(past_ids, dtype=np.int64)
+        usable = survival.dtype in _DTYPES and survival.flags.c_contiguous and _plain(past.ordered) and _plain(guess)
+        if usable:
+            out = np.empty(len(ids) * len(guess))
+            wide = survival.dtype == np.float64
+            call = _Past(_at(before), _at(survival), _at(past.ordered), *survival.shape, wide, len(past.ordered))
+            count = self._recall(ctypes.byref(call), _at(ids), len(ids), _at(guess), _at(out))
+            if count == -2:
+                raise MemoryError("no memory to recall drafts")
+            if count >= 0:
+                return out[:count]
+        return recall(past_ids, past, request_ids, guess, arithmetic=self)
 
     def _ordered(
         self, given: Float[np.ndarray, "rows block"], survival: Float[np.ndarray, "rows block"] | None

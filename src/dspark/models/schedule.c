@@ -103,6 +103,67 @@ int64_t order(const struct drafts *d) {
     return fine ? count : -1;
 }
 
+struct past {
+    const int64_t *ids;    /* [requests], ascending */
+    const void *survival;  /* [requests, block], each row falling */
+    const double *ordered; /* [count]: those above 0, largest first */
+    int64_t requests, block, wide, count;
+};
+
+static int ascending(const int64_t *ids, int64_t count) {
+    int fine = 1;
+    for (int64_t i = 1; i < count; i++) fine &= ids[i - 1] < ids[i];
+    return fine;
+}
+
+static int falling(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x < y) - (x > y);
+}
+
+/* Fill `out` [requests * block] with the survivals above 0, largest first, of the requests `ids`: those of the past
+ * where they were there, `guess` [block] where not. Two orders are merged, one less what is gone, and nothing is sorted
+ * but the rows of those who left. Returns their number; -1 if either ids do not ascend, -2 without memory. */
+int64_t recall(const struct past *p, const int64_t *ids, int64_t requests, const double *guess, double *out) {
+    if (!ascending(p->ids, p->requests) || !ascending(ids, requests)) return -1;
+    double *gone = malloc((p->requests * p->block + 1) * sizeof *gone);
+    if (!gone) return -2;
+    int64_t leavers = 0, newcomers = requests, left = 0;
+    for (int64_t r = 0, i = 0; r < p->requests; r++) {
+        while (i < requests && ids[i] < p->ids[r]) i++;
+        if (i < requests && ids[i] == p->ids[r]) {
+            newcomers--;
+            continue;
+        }
+        leavers++;
+        for (int64_t k = 0; k < p->block; k++) {
+            int64_t at = r * p->block + k;
+            double value = p->wide ? ((const double *)p->survival)[at] : (double)((const float *)p->survival)[at];
+            if (value > 0) gone[left++] = value;
+        }
+    }
+    if (leavers > 1) qsort(gone, left, sizeof *gone, falling);
+    int64_t n = 0, g = 0, k = 0, given = 0, guesses = newcomers ? p->block : 0;
+    for (int64_t i = 0; i < p->count; i++) {
+        double value = p->ordered[i];
+        if (g < left && gone[g] == value) {
+            g++;
+            continue;
+        }
+        while (k < guesses && guess[k] > value) {
+            out[n++] = guess[k];
+            if (++given == newcomers) k++, given = 0;
+        }
+        out[n++] = value;
+    }
+    while (k < guesses && guess[k] > 0) {
+        out[n++] = guess[k];
+        if (++given == newcomers) k++, given = 0;
+    }
+    free(gone);
+    return n;
+}
+
 static int usable(const double *sps, int64_t first, int64_t last) {
     int fine = 1;
     for (int64_t i = first; i <= last; i++) fine &= sps[i] > 0 && sps[i] < INFINITY; /* nan fails both */

@@ -24,8 +24,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.maths.shaping import Shaper
+from dspark.models import huge_pages
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
 from dspark.models.paged_memory import PageTables
+
+MOST_STEPS = 8  # whose states wait to be stored: the work around each is paid once for all of them
 
 
 class LazyDrafter:
@@ -46,6 +49,7 @@ class LazyDrafter:
         self._lengths = np.zeros(tables.seats, dtype=np.int64)  # committed tokens that the target has run, by seat
         self._fed = np.zeros(tables.seats, dtype=np.int64)  # of them, taken in for the seat
         self._taken = np.zeros(self._slots if self._postpones else 0, dtype=np.bool_)
+        self._new: list[tuple[Int[np.ndarray, "tokens"], Tensor, Tensor | None]] = []  # slots, ids, states; not stored
         self._ids: Int[Tensor, "slots"] | None = None
         self._states: Float[Tensor, "slots features"] | None = None
 
@@ -71,19 +75,36 @@ class LazyDrafter:
         if not self._postpones:
             self.inner.extend(seats, counts, token_ids, features)
             return
-        rows = np.asarray(seats, dtype=np.int64)
-        starts, sizes = self._lengths[rows], np.asarray(counts, dtype=np.int64)
-        slots = self._slots_of(rows, starts, sizes)
+        rows, sizes = np.asarray(seats, dtype=np.int64), np.asarray(counts, dtype=np.int64)
+        slots = self._slots_of(rows, self._lengths[rows], sizes)
         assert len(slots) and slots.min() >= 0, "a seat without pages for its tokens"
-        self._taken[slots] = False
-        where = torch.from_numpy(slots).to(token_ids.device)
-        if self._ids is None:
-            self._ids = token_ids.new_empty(self._slots)
-            self._states = None if features is None else features.new_empty(self._slots, features.shape[1])
-        self._ids[where] = token_ids
-        if self._states is not None and features is not None:
-            self._states[where] = features
         self._lengths[rows] += sizes
+        self._new.append((slots, token_ids, features))
+        if len(self._new) >= MOST_STEPS:
+            self._store()
+
+    def _store(self) -> None:
+        """Write what came of late to where it is kept, in the order it came: a page may have changed hands since."""
+        new, self._new = self._new, []
+        for slots, token_ids, features in new:
+            where = torch.from_numpy(slots).to(token_ids.device)
+            if self._ids is None:
+                self._ids = token_ids.new_empty(self._slots)
+                self._states = None if features is None else self._room(features)
+            self._ids.index_copy_(0, where, token_ids)
+            self._taken[slots] = False
+            if self._states is None or features is None:
+                continue
+            if features.device.type == "cpu":  # whole rows at once, in half of index_copy_'s time
+                _bytes(self._states)[slots] = _bytes(features)
+            else:
+                self._states.index_copy_(0, where, features)
+
+    def _room(self, features: Float[Tensor, "tokens features"]) -> Float[Tensor, "slots features"]:
+        room = features.new_empty(self._slots, features.shape[1])
+        if room.device.type == "cpu":
+            huge_pages.before_use(room.data_ptr(), room.nbytes)
+        return room
 
     def propose(self, asks: Sequence[DraftAsk]) -> BatchProposal:
         """See :class:`BatchDrafter`."""
@@ -102,6 +123,7 @@ class LazyDrafter:
 
     def catch_up(self, seats: Sequence[int]) -> None:
         """Take in what is kept of ``seats``: one call, and one for each seat whose pages another of them shares."""
+        self._store()
         rows = np.array([seat for seat in seats if self._fed[seat] < self._lengths[seat]], dtype=np.int64)
         alone = self._sharing(rows)
         for seat in rows[alone].tolist():
@@ -152,3 +174,9 @@ class LazyDrafter:
         owners = np.repeat(rows, counts)
         positions = np.repeat(starts - (counts.cumsum() - counts), counts) + np.arange(len(owners))
         return self._table[owners, positions // self._page_size] * self._page_size + positions % self._page_size
+
+
+def _bytes(states: Float[Tensor, "rows features"]) -> np.ndarray:
+    """Rows of a tensor on the CPU, each as one opaque item; they share its memory."""
+    flat = states.contiguous().view(torch.uint8).numpy()
+    return flat.view(f"V{flat.shape[1]}")[:, 0]
