@@ -22,6 +22,7 @@ from foreign_formats import (
     sglang_eagle3,
 )
 from safetensors.torch import load_file
+from tiny_drafter import tiny_config
 from transformers import Qwen3Config
 
 from dspark.core import SamplingParams
@@ -242,20 +243,14 @@ def test_left_out_defaults_of_a_nested_config_are_those_of_transformers(tmp_path
 def test_a_gemma_drafter_travels_through_speculators(tmp_path: Path) -> None:
     from dspark.models.checkpoint import Checkpoint, new_model
 
-    config = DraftConfig(
+    config = tiny_config(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         num_target_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        intermediate_size=10,
         layer_style="gemma4",
         attention_k_eq_v=True,
         final_soft_cap=30.0,
         target_layer_ids=tuple(TAPS),
-        mask_token_id=4,
-        markov_rank=3,
     )
     torch.manual_seed(0)
     tensors = {name: torch.randn(t.shape) for name, t in new_model(config).state_dict().items()}

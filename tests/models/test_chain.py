@@ -5,23 +5,22 @@ from __future__ import annotations
 import math
 
 import pytest
+import tiny_drafter
 import torch
+from tiny_drafter import fill, tiny_eagle3_config, tiny_mtp_config
 from torch import Tensor
 
 from dspark.models.chain import ChainBatch, ChainModel
-from dspark.models.eagle3 import Eagle3Config, Eagle3Model
-from dspark.models.mtp import MTPConfig, MTPModel
+from dspark.models.eagle3 import Eagle3Model
+from dspark.models.mtp import MTPModel
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, STEPS = 23, 8, 4, 2, 4, 3
+VOCAB, HEADS, KV_HEADS = 23, 4, 2
+HIDDEN, DIM, STEPS = (tiny_drafter.SHAPE[name] for name in ("hidden_size", "head_dim", "block_size"))
 SHAPE = {
+    **tiny_drafter.SHAPE,
     "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_target_layers": 6,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
-    "head_dim": DIM,
-    "intermediate_size": 12,
-    "block_size": STEPS,
     "rope_theta": 100.0,
 }
 GEMMA = {"layer_style": "gemma4", "partial_rotary_factor": 0.5}
@@ -42,12 +41,10 @@ KINDS = list(VARIANTS)
 def model(kind: str, **changes: object) -> ChainModel:
     made: ChainModel
     if "mtp" in kind:
-        made = MTPModel(MTPConfig(**{**SHAPE, **VARIANTS[kind], **changes}))
+        made = MTPModel(tiny_mtp_config(**{**SHAPE, **VARIANTS[kind], **changes}))
     else:
-        made = Eagle3Model(Eagle3Config(**{**SHAPE, "target_layer_ids": (0, 2), **VARIANTS[kind], **changes}))
-    random = torch.Generator().manual_seed(0)
-    for parameter in made.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=random) * 0.5 + (1.0 if parameter.dim() == 1 else 0.0)
+        made = Eagle3Model(tiny_eagle3_config(**{**SHAPE, **VARIANTS[kind], **changes}))
+    fill(made, torch.Generator().manual_seed(0), norms=1.0)
     if "layers.0.layer_scalar" in dict(made.named_buffers()):
         made.get_buffer("layers.0.layer_scalar").fill_(0.7)
     return made.double()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_drafter import NO_HEADS, fill, tiny_config, tiny_eagle3_config, tiny_mtp_config
 from torch import Tensor
 
 from dspark.errors import CheckpointError, ConfigError
@@ -28,30 +29,18 @@ from dspark.models.draft_files import read_tensors
 from dspark.models.eagle3 import Eagle3Config
 from dspark.models.mtp import MTPConfig
 
-SHAPE = {
-    "vocab_size": 20,
-    "hidden_size": 8,
-    "num_target_layers": 6,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "intermediate_size": 12,
-}
-CONFIG = DraftConfig(**SHAPE, target_layer_ids=(1, 3), mask_token_id=2, markov_rank=3, draft_vocab_size=9)
-NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov": False}
+CONFIG = tiny_config(vocab_size=20, num_hidden_layers=2, target_layer_ids=(1, 3), markov_rank=3, draft_vocab_size=9)
 KINDS = {
     "dspark": CONFIG,
-    "dflash": DraftConfig(**SHAPE, target_layer_ids=(1,), markov_rank=0, **NO_CONFIDENCE),
-    "eagle3": Eagle3Config(**SHAPE, target_layer_ids=(0, 2, 4), draft_vocab_size=9, own_head=True),
-    "mtp": MTPConfig(**SHAPE),
+    "dflash": tiny_config(vocab_size=20, **NO_HEADS),
+    "eagle3": tiny_eagle3_config(vocab_size=20, draft_vocab_size=9, own_head=True),
+    "mtp": tiny_mtp_config(vocab_size=20),
 }
 
 
 def saved(folder: Path, config: DraftConfig | Eagle3Config | MTPConfig = CONFIG) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = new_model(config)
-    for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter)
+    model = fill(new_model(config), scale=1.0)
     if config.draft_vocab_size is not None:
         model.d2t.copy_(torch.arange(9))
     save_drafter(folder, model, extra={"README.md": "a card"})

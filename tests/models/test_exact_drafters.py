@@ -9,7 +9,7 @@ distribution of a round's output, under either rule, every transformation of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,32 +19,24 @@ import numpy as np
 import pytest
 import torch
 from fakes import ExactRounds, ExactVerification, Outcomes, TableTarget, target_chain
+from tiny_drafter import fill, tiny_config, tiny_eagle3_config, tiny_mtp_config
 from torch import Tensor, nn
 
 from dspark.core import RULES, DraftDistribution, Proposal, SamplingParams
 from dspark.maths.scheduling import FixedScheduler, Scheduler, ThresholdScheduler
 from dspark.maths.shaping import Shaper
 from dspark.models.backbone import DraftModel
-from dspark.models.draft_config import HEAD_TYPES, DraftConfig
+from dspark.models.draft_config import HEAD_TYPES
 from dspark.models.drafter import Drafter, MirrorsShaping
 from dspark.models.dspark import DsparkDrafter
-from dspark.models.eagle3 import Eagle3Config, Eagle3Model
+from dspark.models.eagle3 import Eagle3Model
 from dspark.models.eagle3_drafter import Eagle3Drafter
-from dspark.models.mtp import MTPConfig, MTPModel
+from dspark.models.mtp import MTPModel
 from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.ngram import NgramDrafter
 
 VOCAB, BLOCK, PROMPT, STOPS = 4, 2, (2, 0), (3,)
-SHAPE: dict[str, Any] = {  # Any: fields of every type
-    "vocab_size": VOCAB,
-    "hidden_size": 6,
-    "num_target_layers": 6,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "intermediate_size": 8,
-    "block_size": BLOCK,
-}
+SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 6, "block_size": BLOCK}  # Any: fields of every type
 TAPS = (0, 2)
 TRANSFORMATIONS = {
     "none": SamplingParams(temperature=1.0),
@@ -82,9 +74,7 @@ CHAINS: dict[str, dict[str, Any]] = {
 
 
 def filled(model: nn.Module, seed: int) -> Any:
-    random = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=random) * 0.4 + (1.0 if parameter.dim() == 1 else 0.0)
+    fill(model, torch.Generator().manual_seed(seed), scale=0.4, norms=1.0)
     if "d2t" in dict(model.named_buffers()):
         model.get_buffer("d2t").copy_(torch.tensor([0, 1, 3]) - torch.arange(3))
     return model
@@ -96,11 +86,11 @@ def make(name: str, support: str, table: TableTarget, seed: int = 0) -> Drafter:
     if name == "ngram":
         return NgramDrafter(block_size=BLOCK, min_match=1, max_match=2)
     if name in HEADS:
-        config = DraftConfig(**{**SHAPE, **HEADS[name], **fields, "target_layer_ids": TAPS, "mask_token_id": 1})
+        config = tiny_config(**{**SHAPE, **HEADS[name], **fields, "target_layer_ids": TAPS, "mask_token_id": 1})
         return DsparkDrafter(filled(DraftModel(config), seed), table, candidates=candidates)
     if name == "mtp":
-        return MTPDrafter(filled(MTPModel(MTPConfig(**{**SHAPE, **fields})), seed), table, candidates=candidates)
-    model = Eagle3Model(Eagle3Config(**{**SHAPE, **CHAINS[name], **fields, "target_layer_ids": TAPS}))
+        return MTPDrafter(filled(MTPModel(tiny_mtp_config(**SHAPE, **fields)), seed), table, candidates=candidates)
+    model = Eagle3Model(tiny_eagle3_config(**{**SHAPE, **CHAINS[name], **fields, "target_layer_ids": TAPS}))
     return Eagle3Drafter(filled(model, seed), table, candidates=candidates)
 
 
@@ -112,7 +102,9 @@ def chosen(shares: Sequence[float]) -> Iterator[None]:
     def uniforms(count: int, generator: torch.Generator) -> Tensor:
         return torch.tensor([left.pop(0) if left else 0.5 for _ in range(count)], dtype=torch.float64)
 
-    with patch("dspark.maths.sampling.uniforms", uniforms), patch("dspark.models.sequential.uniforms", uniforms):
+    with ExitStack() as patches:
+        for module in ("maths.sampling", "models.sequential", "models.chain_batch"):
+            patches.enter_context(patch(f"dspark.{module}.uniforms", uniforms))
         yield
 
 
@@ -285,7 +277,7 @@ class Misreporting(DsparkDrafter):
 def test_the_enumeration_sees_a_report_that_is_not_what_was_drawn_from() -> None:
     table = TableTarget(vocab_size=VOCAB)
     honest = make("vanilla", "full", table)
-    config = DraftConfig(**{**SHAPE, **HEADS["vanilla"], "target_layer_ids": TAPS, "mask_token_id": 1})
+    config = tiny_config(**{**SHAPE, **HEADS["vanilla"], "target_layer_ids": TAPS, "mask_token_id": 1})
     flawed = Misreporting(filled(DraftModel(config), 0), table, candidates=0)
     assert type(honest) is DsparkDrafter
     with pytest.raises(AssertionError):

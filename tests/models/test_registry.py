@@ -8,6 +8,7 @@ import pytest
 import torch
 from fakes import TableTarget
 from foreign_formats import HIDDEN, MADE, MASK, VOCAB, Foreign
+from tiny_drafter import tiny_mtp_config
 
 from dspark.errors import CheckpointError
 from dspark.export.formats import format_named, write_checkpoint
@@ -15,7 +16,6 @@ from dspark.models.checkpoint import Checkpoint, new_model
 from dspark.models.drafter import NoDrafter
 from dspark.models.dspark import DsparkDrafter
 from dspark.models.eagle3_drafter import Eagle3Drafter
-from dspark.models.mtp import MTPConfig
 from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.ngram import NgramDrafter
 from dspark.models.registry import default_drafter_folder, load_drafter
@@ -41,8 +41,7 @@ def test_a_folder_of_any_format_gives_its_decoding_form(tmp_path: Path, name: st
 
 
 def test_an_mtp_drafter_is_opened_too(tmp_path: Path) -> None:
-    shape = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_target_layers": 6, "intermediate_size": 10}
-    config = MTPConfig(**shape, num_attention_heads=2, num_key_value_heads=1, head_dim=4, block_size=2)
+    config = tiny_mtp_config(vocab_size=VOCAB, hidden_size=HIDDEN)
     tensors = {name: torch.randn(t.shape) for name, t in new_model(config).state_dict().items()}
     checkpoint = Checkpoint(config=config, tensors=tensors)
     write_checkpoint(tmp_path / "m", checkpoint, format_named("deepspec"))

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import torch
 import transformers
 from history_rig import HistoryDrafter, HistoryTarget
+from tiny_drafter import fill, tiny_eagle3_config, tiny_mtp_config
+from tiny_drafter import tiny_drafter as make_drafter
 from tiny_models import FAMILIES, SHAPE, VOCAB
 
 from dspark.core import Completion, Proposal, SamplingParams
 from dspark.decode import generate
 from dspark.maths.scheduling import FixedScheduler
-from dspark.models.backbone import DraftModel
 from dspark.models.decoder_config import from_transformers
-from dspark.models.draft_config import DraftConfig
 from dspark.models.drafter import Drafter, NoDrafter
 from dspark.models.dspark import DsparkDrafter
+from dspark.models.eagle3 import Eagle3Model
+from dspark.models.eagle3_drafter import Eagle3Drafter
 from dspark.models.lean import LeanTarget
+from dspark.models.mtp import MTPModel
+from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.ngram import NgramDrafter
 from dspark.models.target import Target
 from dspark.models.transformers_target import TransformersTarget
@@ -83,27 +88,31 @@ class Sharp:
         return Proposal(torch.tensor(drafts, dtype=torch.long))
 
 
+def shape_for(target: Target) -> dict[str, Any]:  # Any: fields of every type
+    """What a drafter's config needs to know of the target."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": target.info.hidden_size,
+        "num_target_layers": LAYERS,
+        "max_position_embeddings": SHAPE["max_position_embeddings"],
+        "block_size": BLOCK,
+    }
+
+
 def tiny_dspark(target: Target) -> DsparkDrafter:
-    config = DraftConfig(
-        vocab_size=VOCAB,
-        hidden_size=target.info.hidden_size,
-        num_target_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        block_size=BLOCK,
-        mask_token_id=3,
-        target_layer_ids=(0,),
-        markov_rank=4,
-        max_position_embeddings=SHAPE["max_position_embeddings"],
-    )
-    torch.manual_seed(4)
-    model = DraftModel(config)
-    for parameter in model.parameters():
-        parameter.data = torch.randn_like(parameter) * 0.3 + (1.0 if parameter.dim() == 1 else 0.0)
+    model = make_drafter(seed=4, scale=0.3, norms=1.0, **shape_for(target), mask_token_id=3, target_layer_ids=(0,))
     return DsparkDrafter(model, target, candidates=8)
+
+
+def tiny_eagle3(target: Target) -> Eagle3Drafter:
+    config = tiny_eagle3_config(**shape_for(target), target_layer_ids=(0,))
+    model = fill(Eagle3Model(config), torch.Generator().manual_seed(4), scale=0.3, norms=1.0)
+    return Eagle3Drafter(model, target, candidates=8)
+
+
+def tiny_mtp(target: Target) -> MTPDrafter:
+    model = fill(MTPModel(tiny_mtp_config(**shape_for(target))), torch.Generator().manual_seed(4), scale=0.3, norms=1.0)
+    return MTPDrafter(model, target, candidates=8)
 
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
@@ -111,6 +120,8 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "ngram": lambda target: NgramDrafter(block_size=BLOCK, min_match=1),
     "sharp": Sharp,
     "dspark": tiny_dspark,
+    "eagle3": tiny_eagle3,
+    "mtp": tiny_mtp,
 }
 
 
