@@ -23,28 +23,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.maths.shaping import Shaper
 from dspark.models import huge_pages
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
+from dspark.models.forwarding_batch import ForwardingBatch
 from dspark.models.paged_memory import PageTables
 
 MOST_STEPS = 8  # whose states wait to be stored: the work around each is paid once for all of them
 
 
-class LazyDrafter:
+class LazyDrafter(ForwardingBatch):
     """``inner``, fed late. With ``postpones`` False it is fed at once, and nothing is kept: for engines that draft for
     everybody at every step."""
 
     def __init__(self, inner: BatchDrafter, *, postpones: bool = True) -> None:
-        self.inner = inner
-        self.name, self.block_size = inner.name, inner.block_size
-        self.taps, self.has_confidence = inner.taps, inner.has_confidence
+        super().__init__(inner)
         self._postpones = postpones and inner.block_size > 0
 
     def attach(self, tables: PageTables, *, pages: int, max_len: int) -> None:
         """See :class:`BatchDrafter`. States are kept in the target's dtype, as many as the pages hold; the room for
         them is taken when the first come."""
-        self.inner.attach(tables, pages=pages, max_len=max_len)
+        super().attach(tables, pages=pages, max_len=max_len)
         self._table, self._page_size, self._slots = tables.ids.numpy(), tables.page_size, pages * tables.page_size
         self._lengths = np.zeros(tables.seats, dtype=np.int64)  # committed tokens that the target has run, by seat
         self._fed = np.zeros(tables.seats, dtype=np.int64)  # of them, taken in for the seat
@@ -53,16 +51,12 @@ class LazyDrafter:
         self._ids: Int[Tensor, "slots"] | None = None
         self._states: Float[Tensor, "slots features"] | None = None
 
-    def open(self, seat: int, *, shaper: Shaper | None) -> None:
-        """See :class:`BatchDrafter`."""
-        self.inner.open(seat, shaper=shaper)
-
     def resume(self, seat: int, token_ids: Sequence[int]) -> None:
         """See :class:`BatchDrafter`; what the other request's drafter did not take in of them, this one's will."""
         if self._postpones:
             self._lengths[seat] = len(token_ids)
         else:
-            self.inner.resume(seat, token_ids)
+            super().resume(seat, token_ids)
 
     def extend(
         self,
@@ -73,7 +67,7 @@ class LazyDrafter:
     ) -> None:
         """Keep the tokens for whoever is asked about."""
         if not self._postpones:
-            self.inner.extend(seats, counts, token_ids, features)
+            super().extend(seats, counts, token_ids, features)
             return
         rows, sizes = np.asarray(seats, dtype=np.int64), np.asarray(counts, dtype=np.int64)
         slots = self._slots_of(rows, self._lengths[rows], sizes)
@@ -110,12 +104,12 @@ class LazyDrafter:
         """See :class:`BatchDrafter`."""
         if self._postpones:
             self.catch_up([ask.seat for ask in asks])
-        return self.inner.propose(asks)
+        return super().propose(asks)
 
     def close(self, seat: int) -> None:
         """See :class:`BatchDrafter`."""
         self._lengths[seat] = self._fed[seat] = 0
-        self.inner.close(seat)
+        super().close(seat)
 
     def behind(self, seat: int) -> int:
         """Committed tokens of ``seat`` that are not taken in for it."""
@@ -142,7 +136,7 @@ class LazyDrafter:
         assert self._ids is not None
         where = torch.from_numpy(slots).to(self._ids.device)
         states = None if self._states is None else self._states[where]
-        self.inner.extend(rows.tolist(), counts.tolist(), self._ids[where], states)
+        super().extend(rows.tolist(), counts.tolist(), self._ids[where], states)
         self._taken[slots] = True
         self._fed[rows] = self._lengths[rows]
 
@@ -154,7 +148,7 @@ class LazyDrafter:
         if count:
             assert self._ids is not None
             where = torch.from_numpy(slots[:count]).to(self._ids.device)
-            self.inner.resume(seat, self._ids[where].tolist())
+            super().resume(seat, self._ids[where].tolist())
             self._fed[seat] = count
 
     def _sharing(self, rows: Int[np.ndarray, "some"]) -> np.ndarray:
