@@ -17,7 +17,9 @@ from dspark.export.schedule import sglang_table, sglang_temperatures, write_tabl
 from dspark.maths.calibrated_scheduling import CalibratedScheduler, EstimatingScheduler
 from dspark.maths.scheduling import ThresholdScheduler
 from dspark.models.drafter import NoDrafter
+from dspark.models.registry import default_drafter_folder
 from dspark.schedule_files import (
+    CALIBRATION_NAMES,
     Calibration,
     Profile,
     Setting,
@@ -162,6 +164,21 @@ def test_biases_are_kept_obeyed_and_not_exported(tmp_path: Path) -> None:
         sglang_temperatures(again)
     with pytest.raises(DataError, match="biases has 1 entries"):
         replace(CALIBRATION, biases=(1.0,))
+
+
+def test_the_shipped_drafter_brings_true_confidences() -> None:
+    """A calibration for greedy and one for sampled requests, of these very weights, both judged on held-out rounds."""
+    found = [Calibration.read(default_drafter_folder() / name) for name in CALIBRATION_NAMES]
+    assert [each.greedy for each in found] == [False, True]
+    for each in found:
+        assert each.drafter_fingerprint == drafter_fingerprint("default") and each.method == "platt"
+        for before, after in zip(each.before, each.after, strict=True):
+            assert abs(after["conditional_auc"] - before["conditional_auc"]) < 1e-3
+        mean = {
+            name: sum(slot["ece"] * slot["count"] for slot in slots) / sum(slot["count"] for slot in slots)
+            for name, slots in (("before", each.before), ("after", each.after))
+        }
+        assert mean["after"] <= 0.015 < 0.03 < mean["before"]
 
 
 def test_a_calibration_wraps_a_scheduler() -> None:

@@ -11,7 +11,15 @@ from tiny_chat import BLOCK, save_chat_model, save_random_drafter
 
 from dspark.bundle import Bundle
 from dspark.errors import ConfigError
-from dspark.schedule_files import Calibration, Profile, Setting, drafter_fingerprint, folder_fingerprint
+from dspark.models.registry import default_drafter_folder
+from dspark.schedule_files import (
+    CALIBRATION_NAMES,
+    Calibration,
+    Profile,
+    Setting,
+    drafter_fingerprint,
+    folder_fingerprint,
+)
 from dspark.serve.building import build_engine
 from dspark.serve.overlapped import OverlappedEngine
 from dspark.serve.settings import EngineConfig
@@ -89,6 +97,16 @@ def test_the_drafters_own_files_are_taken_where_they_fit(bundle: Bundle, caplog:
     with caplog.at_level(logging.WARNING):
         assert build_engine(bundle, GREEDY).planner._confidences.greedy is None
     assert "left aside" in caplog.text
+
+
+def test_the_shipped_drafters_files_are_looked_for_in_its_folder(
+    bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    shipped = replace(bundle, drafter_spec="default")
+    assert shipped.own_folder == default_drafter_folder() and replace(bundle, drafter_spec="ngram").own_folder is None
+    with caplog.at_level(logging.WARNING):
+        assert shipped.own_calibrations() == {}  # they are of another model than this one
+    assert caplog.text.count("model_fingerprint") == len(CALIBRATION_NAMES)
 
 
 def test_what_would_not_be_read_or_does_not_fit_is_refused(bundle: Bundle, tmp_path: Path) -> None:
