@@ -15,6 +15,7 @@ from dspark.report.material import Columns, Figure
 Axes = Any  # matplotlib's; the library is optional
 REMEDY = "install it with: pip install 'dspark[report]'"
 MARKERS = "osD^vP*X"
+LEAST_IN_BIN = 10  # predictions behind a point of a reliability diagram; fewer say nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +211,12 @@ def _reliability(canvas: Any, figure: Figure, look: Look) -> None:
         axes.plot([0, 1], [0, 1], color=look.grid, linewidth=1.2)
         for i, when in enumerate(data.distinct("when")):
             rows = data.where(position=position, when=when)
-            x, y = data.values(rows, "prediction"), data.values(rows, "label")
+            enough = [row for row in rows if row[data.names.index("count")] >= LEAST_IN_BIN]
+            x, y = data.values(enough, "prediction"), data.values(enough, "label")
             axes.plot(x, y, label=when, **_style((1, 2, 0)[i % 3], look))
             if when == "Platt":
-                counts.bar(x, data.values(rows, "count"), width=0.04, color=look.lines[0], alpha=0.2)
+                all_x = data.values(rows, "prediction")
+                counts.bar(all_x, data.values(rows, "count"), width=0.04, color=look.lines[0], alpha=0.2)
         low, high = counts.get_ylim()
         counts.set_ylim(low, 2.5 * high)
         (row,) = quality.where(position=position)

@@ -12,6 +12,7 @@ from dspark.evaluate.comparison import OVERALL, AtTemperature, DrafterFigures, c
 from dspark.evaluate.confidence_curves import LEAST_CHECKED, calibrate_records, confident_cells, sweep_by_domain
 from dspark.evaluate.intervals import Estimate
 from dspark.evaluate.records import Cell
+from dspark.report.draw import LEAST_IN_BIN
 from dspark.report.material import Columns, Figure, Row, absent, commands_of
 
 EVAL = "dspark eval --prompts SETS --out records --temperature {temperature:g} --drafter DRAFTER"
@@ -258,7 +259,7 @@ def reliability_figure(cells: Sequence[Cell], temperature: float) -> Figure:
         f"{temperature:g}: fitted on every second prompt ({found.fitted_rounds} rounds), shown on the others "
         f"({found.held_out_rounds}). STS: a temperature per position; Platt: a temperature and a bias. Titles: ECE "
         f"before, after STS and after Platt, and in brackets what true chances would show. Bars: how many of Platt's "
-        f"predictions lie there.",
+        f"predictions lie there; bins of fewer than {LEAST_IN_BIN} are in the data alone.",
         data=Columns(names=("position", "when", "prediction", "label", "count"), rows=tuple(rows)),
         more={"Quality by position": Columns(names=names, rows=quality)},
         commands=commands_of([cell]),
