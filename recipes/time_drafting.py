@@ -1,13 +1,13 @@
 """What drafting for many requests at once costs beside a target pass, and where the time goes.
 
-    python recipes/time_drafting.py [--drafter FOLDER] [--requests 1,2,4,...] [--candidates 64,256] [--limits 7,3] \
-        [--context 200] [--repeats 9] [--json]
+    python recipes/time_drafting.py [--drafter FOLDER] [--requests 1,2,4,...] [--bits 8,16] [--candidates 64] \\
+        [--limits 7,3] [--context 200] [--repeats 9] [--json]
 
 Per number of requests, all in one process and interleaved, medians over ``--repeats``: the target's pass over one token
-a request, and the drafter's batched proposal with at most ``limit`` drafts each, split into the parallel stage, the
-head's product, the sequential stage and what is left (bookkeeping, confidences); then taking in a round's outcome (two
-tokens a request). Times are processor time over threads, so that a neighbour on the machine does not decide. Half of
-the requests are greedy, half sampled.
+a request, and the drafter's batched proposal with at most ``limit`` drafts each, with weights of eight bits and of
+sixteen, split into the parallel stage (layers and head), the sequential stage (with the confidences) and what is left;
+then taking in a round's outcome (two tokens a request). Every measurement follows a pass of the target, as in decoding,
+so that it begins with the caches the pass leaves. Half of the requests are greedy, half sampled.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from dspark.models.registry import load_drafter
 PAGE_SIZE = 16
 
 
-def clock() -> float:
-    """Processor seconds of this process, a thread's share."""
-    return time.process_time() / torch.get_num_threads()
+Kind = tuple[int, int]  # bits of a weight, candidates
+clock = time.perf_counter
 
 
 class Stages:
@@ -59,7 +58,7 @@ class Stages:
 class Bench:
     """A target and drafters of it with ``seats`` requests behind ``context`` random tokens each."""
 
-    def __init__(self, target: LeanTarget, drafters: dict[int, DsparkDrafter], *, seats: int, context: int) -> None:
+    def __init__(self, target: LeanTarget, drafters: dict[Kind, DsparkDrafter], *, seats: int, context: int) -> None:
         stretches = -(-(context + 400) // PAGE_SIZE)
         self.tables = PageTables(seats=seats, pages_per_seat=stretches, page_size=PAGE_SIZE)
         order = torch.randperm(seats * stretches, generator=torch.Generator().manual_seed(0)).view(seats, -1)
@@ -76,11 +75,10 @@ class Bench:
         for seat in range(1, seats):
             target.forward(ids, self.memory, rows=(seat,), want_logits=False)
         self.forms, self.stages = {}, {}
-        for candidates, drafter in drafters.items():
-            form = self.forms[candidates] = batched(drafter, target)
-            stages = self.stages[candidates] = Stages()
-            stages.watch(drafter, "backbone", "parallel")
-            stages.watch(drafter, "base_logits", "head")
+        for kind, drafter in drafters.items():
+            form = self.forms[kind] = batched(drafter, target)
+            stages = self.stages[kind] = Stages()
+            stages.watch(drafter, "parallel", "parallel")
             stages.watch(drafter._stage, "draft", "sequential")
             form.attach(self.tables, pages=self.pages, max_len=context + 390)
             for seat in range(seats):
@@ -103,7 +101,7 @@ class Bench:
     def taps(self) -> tuple[int, ...]:
         return next(iter(self.forms.values())).taps
 
-    def draft(self, candidates: int, requests: int, limit: int) -> dict[str, float]:
+    def draft(self, kind: Kind, requests: int, limit: int) -> dict[str, float]:
         """Seconds of a proposal by stage, "draft" in all."""
         asks = [
             DraftAsk(
@@ -111,22 +109,22 @@ class Bench:
             )
             for seat in range(requests)
         ]
-        stages = self.stages[candidates]
+        stages = self.stages[kind]
         stages.seconds.clear()
         begin = clock()
-        self.forms[candidates].propose(asks)
+        self.forms[kind].propose(asks)
         found = {"draft": clock() - begin, **stages.seconds}
         return {**found, "rest": found["draft"] - sum(stages.seconds.values())}
 
-    def extend(self, candidates: int, requests: int) -> float:
+    def extend(self, kind: Kind, requests: int) -> float:
         """Seconds to take in two tokens of each request."""
         features = self.features[:2].repeat(requests, 1)
         begin = clock()
-        self.forms[candidates].extend(range(requests), [2] * requests, self.ids[:2].repeat(requests), features)
+        self.forms[kind].extend(range(requests), [2] * requests, self.ids[:2].repeat(requests), features)
         return clock() - begin
 
 
-def measured(bench: Bench, requests: int, candidates: list[int], limits: list[int], repeats: int) -> dict[str, Any]:
+def measured(bench: Bench, requests: int, kinds: list[Kind], limits: list[int], repeats: int) -> dict[str, Any]:
     """Medians in milliseconds."""
     times: dict[str, list[float]] = {}
 
@@ -136,21 +134,35 @@ def measured(bench: Bench, requests: int, candidates: list[int], limits: list[in
     for repeat in range(repeats + 1):
         if repeat == 1:
             times.clear()  # the first round warms up
-        note("pass", bench.target_pass(requests))
-        for m in candidates:
+        for kind in kinds:
             for limit in limits:
-                for stage, seconds in bench.draft(m, requests, limit).items():
-                    note(f"{m}/{limit}/{stage}", seconds)
+                note("pass", bench.target_pass(requests))
+                for stage, seconds in bench.draft(kind, requests, limit).items():
+                    note(f"{kind}/{limit}/{stage}", seconds)
             if repeat % 4 == 1:  # room is limited
-                note(f"{m}/extend", bench.extend(m, requests))
+                note("pass", bench.target_pass(requests))
+                note(f"{kind}/extend", bench.extend(kind, requests))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def report(requests: int, found: dict[str, float], kinds: list[Kind], limits: list[int]) -> None:
+    print(f"{requests} requests: pass {found['pass']:.1f} ms", flush=True)
+    for kind in kinds:
+        name = f"{kind[0]} bits, {kind[1]} candidates"
+        for limit in limits:
+            part = {s: found[f"{kind}/{limit}/{s}"] for s in ("draft", "parallel", "sequential", "rest")}
+            stages = ", ".join(f"{stage} {ms:.2f}" for stage, ms in part.items() if stage != "draft")
+            print(f"  {name}, {limit} drafts: {part['draft']:.2f} ms = {part['draft'] / found['pass']:.0%} ({stages})")
+        print(f"  {name}: taking in two tokens each {found[f'{kind}/extend']:.2f} ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--drafter", default="default")
     parser.add_argument("--requests", default="1,2,4,8,16,32,64")
+    parser.add_argument("--bits", default="8,16")
     parser.add_argument("--candidates", default="64")
     parser.add_argument("--limits", default="7,3")
     parser.add_argument("--context", type=int, default=200)
@@ -160,30 +172,24 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    counts, candidates, limits = (
-        [int(part) for part in text.split(",")] for text in (options.requests, options.candidates, options.limits)
+    counts, bits, candidates, limits = (
+        [int(part) for part in text.split(",")]
+        for text in (options.requests, options.bits, options.candidates, options.limits)
     )
-    target = load_target(options.model)
+    target = load_target(options.model, dtype=options.dtype)
     assert isinstance(target, LeanTarget)
-    drafters: dict[int, DsparkDrafter] = {}
-    for m in candidates:
-        drafter = load_drafter(options.drafter, target, candidates=m)
+    drafters: dict[Kind, DsparkDrafter] = {}
+    for kind in ((b, m) for b in bits for m in candidates):
+        drafter = load_drafter(options.drafter, target, candidates=kind[1], weight_bits=kind[0])
         assert isinstance(drafter, DsparkDrafter)
-        drafters[m] = drafter
+        drafters[kind] = drafter
     bench = Bench(target, drafters, seats=max(counts), context=options.context)
     for requests in counts:
-        found = measured(bench, requests, candidates, limits, options.repeats)
+        found = measured(bench, requests, list(drafters), limits, options.repeats)
         if options.json:
             print(json.dumps({"requests": requests, **found}), flush=True)
-            continue
-        print(f"{requests} requests: pass {found['pass']:.1f} ms", flush=True)
-        for m in candidates:
-            for limit in limits:
-                part = {s: found[f"{m}/{limit}/{s}"] for s in ("draft", "parallel", "head", "sequential", "rest")}
-                share = part["draft"] / found["pass"]
-                stages = ", ".join(f"{name} {ms:.2f}" for name, ms in part.items() if name != "draft")
-                print(f"  {m} candidates, {limit} drafts: {part['draft']:.2f} ms = {share:.0%} of a pass ({stages})")
-            print(f"  {m} candidates: taking in two tokens each {found[f'{m}/extend']:.2f} ms")
+        else:
+            report(requests, found, list(drafters), limits)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def fed(drafter: DsparkDrafter, features: Tensor, pieces: list[int]) -> DraftCon
 def states_of(drafter: DsparkDrafter, state: DraftContext, size: int = GAMMA) -> Tensor:
     """States of the block with anchor 7."""
     with torch.inference_mode():
-        return drafter.backbone(state.memory, [0], [7], [size])
+        return drafter.parallel(state.memory, [0], [7], [size])[0]
 
 
 def propose(

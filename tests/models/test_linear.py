@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dspark.models import linear
-from dspark.models.linear import Linear, choose_cpu_dtype, packing_available
+from dspark.models.linear import Linear, choose_cpu_dtype, filled_rows, packing_available
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -99,3 +101,34 @@ def test_cpu_dtype_is_measured_once() -> None:
     hits = choose_cpu_dtype.cache_info().hits
     assert choose_cpu_dtype(width=32, layers=2) is first
     assert choose_cpu_dtype.cache_info().hits == hits + 1
+
+
+def test_few_numbers_of_rows_are_multiplied() -> None:
+    """A bounded set that grows with the logarithm, and never much more than was asked for."""
+    found = [filled_rows(rows) for rows in range(1, 8193)]
+    assert all(rows <= filled for rows, filled in zip(range(1, 8193), found, strict=True))
+    assert all(filled <= rows * 9 / 8 for rows, filled in zip(range(64, 8193), found[63:], strict=True))
+    assert len(set(found[:1024])) == 47 and len(set(found)) == 95
+    assert found[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 16]
+    assert [filled_rows(filled) for filled in set(found)] == list(set(found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_thousand_random_numbers_of_rows_leave_few_compiled_products(
+    dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Counted by the library itself; and rows are those of the plain product all the same."""
+    if not packing_available(dtype):
+        pytest.skip("no packed products")
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 48, generator=random).to(dtype)
+    product, x = Linear(weight), torch.randn(1000, 48, generator=random).to(dtype)
+    counts = torch.randint(1, 1000, (1000,), generator=random).tolist()
+    assert len(set(counts)) > 500
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+        for rows in counts:
+            assert product(x[:rows]).shape == (rows, 64)
+        ctypes.CDLL(None).fflush(None)
+    made = [line for line in capfd.readouterr().out.splitlines() if "create:cache_miss" in line]
+    assert 20 < len(made) <= 2 * 47, "a product and at most one reordering for each number"
+    torch.testing.assert_close(product(x[:333]), x[:333] @ weight.T, rtol=0.02, atol=0.05)

@@ -15,7 +15,7 @@ from dspark.errors import ConfigError
 from dspark.maths.sampling import target_probs
 from dspark.models import native
 from dspark.models.heads import SequentialHead, make_head, sequential_logits
-from dspark.models.sequential import BlockAsk, Drafted, SequentialStage, _library
+from dspark.models.sequential import BlockAsk, ConfidenceWeights, Drafted, SequentialStage, _library
 
 CPU, BLOCK, HIDDEN = torch.device("cpu"), 6, 8
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=0.8)
@@ -124,6 +124,32 @@ def test_the_fused_form_draws_what_the_plain_one_draws(
                 continue
             assert torch.equal(ours.distribution.token_ids, theirs.distribution.token_ids)
             torch.testing.assert_close(ours.distribution.probs, theirs.distribution.probs, rtol=2e-4, atol=1e-6)
+
+
+@compiler
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("looks_back", [False, True])
+def test_confidences_are_the_plain_forms(looks_back: bool, half: bool) -> None:
+    """Blocks of several sizes in one call; nothing behind their ends."""
+    random = torch.Generator().manual_seed(1)
+    states, made = 37, head("vanilla", 500, 500, 19)
+    weight = torch.randn(states + 19 * looks_back, generator=random)
+    of = ConfidenceWeights(weight=weight, bias=0.3, looks_back=looks_back)
+    hidden = torch.randn(9, states, generator=random)
+    hidden = hidden.bfloat16() if half else hidden
+    base = torch.randn(9, 500, generator=random)
+    asks = [ask(part, SAMPLED, seed, anchor=seed) for seed, part in enumerate(base.split([4, 1, 4]))]
+    found = []
+    for fused in (False, True):
+        stage = SequentialStage(made, None, width=500, candidates=12, device=CPU, native=fused, confidence=of)
+        for one_ask in asks:
+            one_ask.generator.manual_seed(7)
+        found.append(stage.draft(asks, hidden, block=5))
+    plain, compiled = found
+    assert torch.equal(plain.token_ids, compiled.token_ids)
+    assert plain.confidence is not None and compiled.confidence is not None
+    torch.testing.assert_close(torch.from_numpy(compiled.confidence), torch.from_numpy(plain.confidence))
+    assert ((compiled.confidence > 0) == [[k < size for k in range(5)] for size in (4, 1, 4)]).all()
 
 
 @compiler

@@ -3,6 +3,7 @@ not used."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import pytest
@@ -11,11 +12,11 @@ from tiny_drafter import tiny_drafter
 from tiny_models import LAYERS, VOCAB, tiny_model
 from torch import Tensor
 
-from dspark.models import short_pass
+from dspark.models import compiled_products, short_pass
 from dspark.models.decoder_config import from_transformers
 from dspark.models.dspark import DsparkDrafter
 from dspark.models.lean import LeanTarget
-from dspark.models.linear import Linear
+from dspark.models.linear import Linear, filled_rows
 from dspark.models.paged_memory import PageTables
 from dspark.models.short_pass import ShortPass
 from dspark.models.target import FINAL
@@ -38,7 +39,7 @@ def supported() -> bool:
     ops = lean("llama3-rope")._native
     if ops is None or not hasattr(ops.library, "short_pass"):
         return False
-    return short_pass._agree([Linear(torch.randn(192, 192).bfloat16())], 96, ops.library)
+    return compiled_products.agree([Linear(torch.randn(192, 192).bfloat16())], 96, ops.library)
 
 
 def tokens(length: int, seed: int) -> Tensor:
@@ -133,8 +134,8 @@ def test_the_order_of_sums_is_found() -> None:
     target = lean("qwen3")
     assert target._native is not None
     linears = [Linear(torch.randn(3072, 1536).bfloat16()) for _ in range(4)]
-    sizes = (768, *(size for size in short_pass.PIECES if size < 768))
-    right = [size for size in sizes if short_pass._agree(linears, size, target._native.library)]
+    sizes = (768, *(size for size in compiled_products.PIECES if size < 768))
+    right = [size for size in sizes if compiled_products.agree(linears, size, target._native.library)]
     assert len(right) == 1, "one order fits, or this library has another"
 
 
@@ -148,7 +149,7 @@ def test_a_drafters_blocks_see_all_of_themselves_in_one_call(sizes: list[int], m
     model = tiny_drafter(
         scale=0.1, norms=1.0, num_target_layers=LAYERS, target_layer_ids=(0, 1), num_hidden_layers=2, **shape
     )
-    drafter = DsparkDrafter(model, target)
+    drafter = DsparkDrafter(model, target, weight_bits=16)
     assert isinstance(drafter._short, ShortPass), "sizes chosen to be covered"
     rows = list(range(len(sizes)))
     found = []
@@ -164,5 +165,59 @@ def test_a_drafters_blocks_see_all_of_themselves_in_one_call(sizes: list[int], m
         with monkeypatch.context() as patch, torch.inference_mode():
             if not whole:
                 patch.setattr(drafter, "_short", None)
-            found.append(drafter.backbone(memory, rows, [5] * len(rows), sizes))
-    assert torch.equal(*found)
+            found.append(drafter.parallel(memory, rows, [5] * len(rows), sizes))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_what_a_drafter_takes_in_is_the_same_in_any_pieces_and_near_the_plain_form() -> None:
+    """Keys and values of every layer, over scattered pages, from one call and from many."""
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    target = lean("qwen3")
+    shape = {**SHAPE, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": VOCAB, "block_size": 7}
+    model = tiny_drafter(
+        scale=0.1, norms=1.0, num_target_layers=LAYERS, target_layer_ids=(0, 1), num_hidden_layers=2, **shape
+    )
+    drafter, tokens_each = DsparkDrafter(model, target), 90
+    assert drafter._intake is not None, "sizes chosen to be covered"
+    rows, positions = torch.arange(2).repeat_interleave(tokens_each), torch.arange(tokens_each).repeat(2)
+    features = torch.randn(2 * tokens_each, 2 * 192, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def kept(pieces: list[int]) -> Tensor:
+        tables = PageTables(seats=2, pages_per_seat=20, page_size=5)
+        memory = drafter.paged_memory(tables, pages=40, max_len=95)
+        for seat in range(2):
+            tables.assign(seat, [2 * i + 1 - seat for i in range(20)])
+        parts = zip(rows.split(pieces), positions.split(pieces), features.split(pieces), strict=True)
+        for part in parts:
+            drafter.project(memory, *part)
+        return memory.both.clone()
+
+    whole = kept([2 * tokens_each])
+    assert torch.equal(kept([1, 2, 8, 100, 69]), whole)
+    drafter._intake = None
+    plain = kept([2 * tokens_each])
+    assert (plain != 0).any(-1).sum() == 2 * tokens_each * 2 * 2 * 2, "tokens, layers, keys and values, heads"
+    torch.testing.assert_close(whole, plain, rtol=0.03, atol=0.03)
+
+
+def test_passes_of_any_length_leave_few_compiled_products(capfd: pytest.CaptureFixture[str]) -> None:
+    """Short ones none at all; long ones as many as there are rounded numbers of rows, counted by the library itself."""
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    target = lean("qwen3")
+
+    def made(counts: range) -> int:
+        with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+            for count in counts:
+                memory = target.new_memory(rows=1, max_len=count)
+                target.forward(tokens(count, count), memory, last_only=True)
+            ctypes.CDLL(None).fflush(None)
+        lines = capfd.readouterr().out.splitlines()
+        return sum("create:cache_miss" in line and ",reorder," not in line for line in lines)
+
+    made(range(1, 2))  # the head's product of one row
+    assert made(range(2, 129, 3)) == 0
+    numbers = {filled_rows(count) for count in range(130, 256, 2)}
+    assert len(numbers) == 8
+    assert 1 <= made(range(130, 256, 2)) <= 4 * len(numbers), "four products a layer, the layers alike"

@@ -18,7 +18,8 @@ from dspark.models.backbone import rotary_rates
 from dspark.models.decoder_config import DecoderConfig, Rope
 from dspark.models.drafter_shape import DrafterShape
 from dspark.models.lean_memory import LeanMemory
-from dspark.models.lean_weights import Layer, Weights
+from dspark.models.lean_weights import Layer, MakeProduct, Weights
+from dspark.models.linear import Linear
 from dspark.models.native import NativeOps, native_ops
 from dspark.models.norm import RMSNorm
 
@@ -64,8 +65,10 @@ def load_layers(
     dtype: torch.dtype,
     device: torch.device,
     inputs: int | None = None,
+    product: MakeProduct = Linear,
 ) -> list[Layer]:
     """A drafter's layers from its ``state_dict``, fused and packed; ``inputs`` is the width that attention reads.
+    ``product`` makes their products.
 
     Keys serve as values where the layer has no v_proj. In Gemma 4's style values are among the heads that are normed,
     with weight 1.
@@ -74,7 +77,7 @@ def load_layers(
     for i in range(config.num_layers):
         attn = f"model.layers.{i}.self_attn."
         named.setdefault(attn + "v_proj.weight", named[attn + "k_proj.weight"])
-    weights = Weights(config, named, dtype, device)
+    weights = Weights(config, named, dtype, device, product=product)
     layers = [weights.layer(i, inputs=inputs) for i in range(config.num_layers)]
     return [_norming_values(layer, shape) for layer in layers] if shape.layer_style == "gemma4" else layers
 

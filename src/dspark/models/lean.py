@@ -6,8 +6,9 @@ hand (:mod:`dspark.models.native`) and a few operations of PyTorch elsewhere (:m
 
 Rows. A token's numbers should not depend on what shares its pass: then greedy output with drafts, or among other
 requests, equals the output without bit for bit, in bfloat16 too. The compiled operations work row by row, but a matrix
-product may choose another kernel for one row than for eight. So passes are filled up to a multiple of eight rows, whose
-weights are read once all the same; whether larger products then keep a row's bits is tried (``batches_independent``).
+product may choose another kernel for one row than for eight. So passes are filled up to eight rows, whose weights are
+read once all the same, or to the next number of rows that products run over (:func:`dspark.models.linear.filled_rows`);
+whether larger products then keep a row's bits is tried (``batches_independent``).
 
 On CUDA the plain operations serve; a captured graph per (rows, count) would remove their launch gaps.
 """
@@ -26,7 +27,7 @@ from dspark.models.decoder_config import DecoderConfig, Rope
 from dspark.models.layer import Ops, feed_forward
 from dspark.models.lean_memory import LeanMemory
 from dspark.models.lean_weights import Weights
-from dspark.models.linear import Linear, settle
+from dspark.models.linear import ROW_QUANTUM, Linear, Product, filled_rows, settle
 from dspark.models.native import native_ops
 from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
@@ -34,11 +35,10 @@ from dspark.models.ragged import check_batch, last_tokens
 from dspark.models.short_pass import SHORT_TOKENS, short_pass
 from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_max_len, check_taps
 
-ROW_QUANTUM = 8  # rows of a verification pass: the anchor and seven drafts
 BATCHES = (16, 24, 40, 64, 104, 160)  # rows of the batches that `batches_independent` tries
 
 
-def rows_alike(products: Sequence[Linear], dtype: torch.dtype) -> bool:
+def rows_alike(products: Sequence[Product], dtype: torch.dtype) -> bool:
     """Whether a row has the same bits wherever it stands in a product over eight rows, tried on random rows.
 
     Products over fewer rows are not tried: they may pick another kernel whose sums differ in the last bit, which
@@ -53,7 +53,7 @@ def rows_alike(products: Sequence[Linear], dtype: torch.dtype) -> bool:
     return True
 
 
-def batches_alike(products: Sequence[Linear], dtype: torch.dtype) -> bool:
+def batches_alike(products: Sequence[Product], dtype: torch.dtype) -> bool:
     """Whether a row has the same bits in products over eight rows and over any number we tried."""
     generator = torch.Generator().manual_seed(0)
     for product in products[-5:]:
@@ -134,7 +134,7 @@ class LeanTarget:
             return self._rows_alike and batches_alike(self.products, self.info.dtype)
 
     @property
-    def products(self) -> list[Linear]:
+    def products(self) -> list[Product]:
         """The model's matrix products in the order of a pass."""
         return [
             *(product for layer in self._layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)),
@@ -223,8 +223,8 @@ class LeanTarget:
         return h[:tokens], [state[:tokens] for state in tapped]
 
     def _fill(self, x: Tensor) -> Tensor:
-        """``x`` with rows of zeros up to the next multiple of eight, where that makes rows independent."""
-        missing = -x.shape[0] % ROW_QUANTUM if self._rows_alike else 0
+        """``x`` with rows of zeros up to the next number of rows for products, where that makes rows independent."""
+        missing = filled_rows(max(x.shape[0], ROW_QUANTUM)) - x.shape[0] if self._rows_alike else 0
         return F.pad(x, (0, 0, 0, missing)) if missing else x
 
     def _angles(self, rope: Rope, max_len: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ the query heads of a key-value head into the query axis nor unfolding the result
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,18 +15,20 @@ from torch import Tensor
 
 from dspark.errors import ModelError
 from dspark.models.decoder_config import DecoderConfig
-from dspark.models.linear import Linear
+from dspark.models.linear import Linear, Product
 from dspark.models.norm import RMSNorm
+
+MakeProduct = Callable[[Tensor, Tensor | None], Product]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """Weights of one decoder layer."""
 
-    qkv: Linear
-    o: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: Product
+    o: Product
+    gate_up: Product
+    down: Product
     input_norm: RMSNorm
     feedforward_norm: RMSNorm
     attention_out_norm: RMSNorm | None  # of families with four norms: on what attention and feed-forward add
@@ -38,8 +41,16 @@ class Weights:
     """Takes a checkpoint's tensors one by one, checks them and brings them into our layout."""
 
     def __init__(
-        self, config: DecoderConfig, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        config: DecoderConfig,
+        tensors: dict[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        product: MakeProduct = Linear,
     ) -> None:
+        """``product`` makes a layer's products of weights and biases."""
+        self._product = product
         self.config, self.tensors, self.dtype, self.device = config, tensors, dtype, device
         ending = "embed_tokens.weight"
         # "model." for causal models, "model.language_model." or "language_model.model." inside image-text models.
@@ -94,15 +105,17 @@ class Weights:
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, its config says {shape}")
         return tensor.detach().to(self.device, self.dtype)
 
-    def _linear(self, name: str, out_size: int, in_size: int, bias: bool) -> Linear:
+    def _linear(self, name: str, out_size: int, in_size: int, bias: bool) -> Product:
         weight = self.take(name + "weight", out_size, in_size)
-        return Linear(weight, self.take(name + "bias", out_size) if bias else None)
+        return self._product(weight, self.take(name + "bias", out_size) if bias else None)
 
-    def _stack(self, parts: list[tuple[str, int]], bias: bool) -> Linear:
+    def _stack(self, parts: list[tuple[str, int]], bias: bool) -> Product:
         weight = torch.cat([self.take(name + "weight", size, self.config.hidden_size) for name, size in parts])
-        return Linear(weight, torch.cat([self.take(name + "bias", size) for name, size in parts]) if bias else None)
+        return self._product(
+            weight, torch.cat([self.take(name + "bias", size) for name, size in parts]) if bias else None
+        )
 
-    def _qkv(self, prefix: str, inputs: int) -> Linear:
+    def _qkv(self, prefix: str, inputs: int) -> Product:
         config = self.config
         kv_size = config.num_kv_heads * config.head_dim
         q_size = config.num_heads * config.head_dim
@@ -112,13 +125,13 @@ class Weights:
         if config.qkv_bias:
             q_bias = self._group_first(self.take(prefix + "q_proj.bias", q_size))
             bias = torch.cat([q_bias] + [self.take(f"{prefix}{x}_proj.bias", kv_size) for x in "kv"])
-        return Linear(torch.cat(parts), bias)
+        return self._product(torch.cat(parts), bias)
 
-    def _output(self, name: str) -> Linear:
+    def _output(self, name: str) -> Product:
         config = self.config
         weight = self.take(name + "weight", config.hidden_size, config.num_heads * config.head_dim)
         weight = self._group_first(weight.T).T.contiguous()
-        return Linear(weight, self.take(name + "bias", config.hidden_size) if config.o_bias else None)
+        return self._product(weight, self.take(name + "bias", config.hidden_size) if config.o_bias else None)
 
     def _group_first(self, rows: Tensor) -> Tensor:
         """Reorder head-wise rows from (kv_head, group) to (group, kv_head)."""

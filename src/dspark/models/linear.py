@@ -3,6 +3,10 @@
 On a CPU a decode step reads every weight once, so the layout of the weights decides its time: oneDNN's own packed
 layout, made once, is read about a third faster than rows of [out, in]. Packed weights serve eager mode; nothing is
 compiled. The packed products have no gradient: targets are frozen.
+
+The library compiles a product for every number of rows that it meets and keeps it, 0.6 MB each, a thousand of them. A
+server meets every number, so packed products run over rounded numbers of rows (:func:`filled_rows`): its memory stays
+flat, and nobody waits for a compilation after the first minutes.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +23,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dspark.models import huge_pages
+
+ROW_QUANTUM = 8  # rows whose weights are read in the time of one
+FEW_STEPS = 1024  # rows up to which there are 8 steps to each doubling; 16 beyond, where a row costs as much as any
+
+
+@runtime_checkable
+class Product(Protocol):
+    """x W^T + b over rows: :class:`Linear`, or :class:`dspark.models.eight_bit.EightBit`."""
+
+    out_features: int
+    in_features: int
+
+    def place(self) -> tuple[int, int]:
+        """Address and bytes of the weight that products read; (0, 0) where it does not lie in this machine's memory."""
+        ...
+
+    def __call__(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
+        """The products of ``x``."""
+        ...
 
 
 class Linear:
@@ -64,10 +88,25 @@ class Linear:
         if self._packed is None:
             assert self._raw is not None
             return F.linear(x, self._raw, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        if (missing := filled_rows(rows := x.shape[0]) - rows) == 0:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        x = F.pad(x, (0, 0, 0, missing))
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")[:rows]
 
 
-def settle(products: Iterable[Linear]) -> None:
+def filled_rows(rows: int) -> int:
+    """The number of rows, ``rows`` or more, that a product runs over: 1 to 8 as they are, then multiples of eight up to
+    128, and beyond 8 steps to each doubling, 16 past 1024.
+
+    So there are 47 numbers up to 1024 and 95 up to 8192, and past 64 rows an eighth at most is filled up.
+    """
+    if rows <= ROW_QUANTUM:
+        return rows
+    step = max(ROW_QUANTUM, 1 << (rows - 1).bit_length() - (4 if rows <= FEW_STEPS else 5))
+    return -(-rows // step) * step
+
+
+def settle(products: Iterable[Product]) -> None:
     """Bring the weights of a model that has just been loaded into large pages (:mod:`dspark.models.huge_pages`)."""
     huge_pages.gather(place for product in products if (place := product.place())[1])
 

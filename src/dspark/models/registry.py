@@ -35,11 +35,17 @@ def default_drafter_folder() -> Path:
 
 
 def load_drafter(
-    spec: str, target: Target, *, candidates: int = DEFAULT_CANDIDATES, reserved: Mapping[int, str] | None = None
+    spec: str,
+    target: Target,
+    *,
+    candidates: int = DEFAULT_CANDIDATES,
+    reserved: Mapping[int, str] | None = None,
+    weight_bits: int | None = None,
 ) -> Drafter:
     """The drafter that ``spec`` names, ready for ``target``.
 
-    ``reserved`` names tokens of the target that no drafter may use as its mask (id -> "an end token"). Raises
+    ``reserved`` names tokens of the target that no drafter may use as its mask (id -> "an end token"). ``weight_bits``
+    is for DSpark and DFlash (:class:`dspark.models.dspark.DsparkDrafter`); the others keep the target's dtype. Raises
     :class:`CheckpointError` if the folder is no drafter's, is damaged, or does not fit the target.
     """
     if spec == "none":
@@ -66,4 +72,4 @@ def load_drafter(
     if isinstance(model, MTPModel):
         return MTPDrafter(model, target, candidates=candidates, name=name)
     assert isinstance(model, DraftModel)
-    return DsparkDrafter(model, target, candidates=candidates, name=name)
+    return DsparkDrafter(model, target, candidates=candidates, name=name, weight_bits=weight_bits)

@@ -31,6 +31,7 @@ struct request {
     float min_p;       /* 0 keeps all */
     int64_t top_k;     /* 0 keeps all */
     int64_t failed;    /* out: 1 if a position's logits leave nothing to draw */
+    int64_t first;     /* row of ``hidden`` that belongs to its first position */
 };
 
 struct sequential {
@@ -42,8 +43,14 @@ struct sequential {
     int64_t *support;       /* out [requests, block, candidates]: target ids, largest base logit first */
     float *probs;           /* out [requests, block, candidates] */
     int64_t *tokens;        /* out [requests, 1 + block]: target ids, the anchor first; 0 where nothing is drafted */
-    int64_t count, block, width, rank, candidates;
-    int64_t half; /* whether w2 is bfloat16, else float */
+    const void *hidden;     /* [rows, states]: states of the positions; read for confidences alone, as are the next three */
+    const float *weight;    /* [states], and [rank] more if the confidence looks at the token before; null: none wanted */
+    float *confidence;      /* out [requests, block] in 0..1; 0 behind each request's own positions */
+    int64_t count, block, width, rank, candidates, states;
+    int64_t half;           /* whether w2 is bfloat16, else float */
+    int64_t half_states;    /* whether hidden is */
+    int64_t looks_back;     /* whether weight has a part for w1 */
+    float bias;             /* of the confidence */
 };
 
 /* Logits of either type, as float. ``half`` is a constant wherever this is used. */
@@ -245,21 +252,48 @@ static void distribution(float *logits, int64_t count, const struct request *r, 
     for (int64_t i = 0; i < count; i++) logits[i] /= (float)total;
 }
 
-/* Draft block ``n``. ``keys`` has room for two rows of keys, and then for ``candidates`` of each position. */
-static void draft_block(const struct sequential *s, int64_t n, uint64_t *keys, float *tops) {
+/* The sum of products of ``count`` numbers, of either type, with weights. */
+static float weighted(const void *x, int half, const float *weight, int64_t count) {
+    vec sums = {0};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        sums += (half ? load(x, i, 1) : load(x, i, 0)) * *(const vec *)(weight + i);
+    sums = FOLD(sums, 8);
+    sums = FOLD(sums, 4);
+    sums = FOLD(sums, 2);
+    float total = sums[0] + sums[1];
+    for (; i < count; i++) total += load_one(x, i, half) * weight[i];
+    return total;
+}
+
+/* The chance that each draft of block ``n`` survives if those before it do, by the states and the tokens before. */
+static void judge(const struct sequential *s, int64_t n) {
+    const struct request *r = s->requests + n;
+    int64_t bytes = s->states * (s->half_states ? 2 : 4);
+    for (int64_t k = 0; k < r->count; k++) {
+        float z = s->bias + weighted((const char *)s->hidden + (r->first + k) * bytes, (int)s->half_states, s->weight, s->states);
+        if (s->looks_back)
+            z += weighted(s->w1 + s->tokens[n * (s->block + 1) + k] * s->rank, 0, s->weight + s->states, s->rank);
+        s->confidence[n * s->block + k] = 1.0f / (1.0f + expf(-z));
+    }
+}
+
+/* Choose the candidates of position ``k`` of block ``n`` into ``chosen``. */
+static void choose_position(const struct sequential *s, int64_t n, int64_t k, uint64_t *chosen, uint64_t *keys, float *tops) {
+    const struct request *r = s->requests + n;
+    int64_t bytes = s->rank * (s->half ? 2 : 4);
+    if (r->half) choose((const uint16_t *)r->base + k * s->width, 1, s->width, s->candidates, keys, keys + s->width, tops);
+    else choose((const float *)r->base + k * s->width, 0, s->width, s->candidates, keys, keys + s->width, tops);
+    memcpy(chosen, keys, s->candidates * sizeof *keys);
+    for (int64_t i = 0; s->w2 && i < s->candidates; i++) /* the rows are scattered: ask for them before they are needed */
+        for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch((const char *)s->w2 + column_of(keys[i]) * bytes + j);
+}
+
+/* Draft block ``n`` among the candidates ``chosen`` of each position; ``scratch`` has room for two rows of keys. */
+static void draft_block(const struct sequential *s, int64_t n, const uint64_t *chosen, uint64_t *scratch) {
     struct request *r = s->requests + n;
     int64_t count = s->candidates, previous = r->anchor, *tokens = s->tokens + n * (s->block + 1);
-    uint64_t *scratch = keys + s->width, *chosen = scratch + s->width;
     tokens[0] = previous;
-    for (int64_t k = 0; k < r->count; k++) {
-        if (r->half) choose((const uint16_t *)r->base + k * s->width, 1, s->width, count, keys, scratch, tops);
-        else choose((const float *)r->base + k * s->width, 0, s->width, count, keys, scratch, tops);
-        memcpy(chosen + k * count, keys, count * sizeof *keys);
-        int64_t bytes = s->rank * (s->half ? 2 : 4);
-        for (int64_t i = 0; s->w2 && i < count; i++) /* the rows are scattered: ask for them before they are needed */
-            for (int64_t j = 0; j < bytes; j += 64)
-                __builtin_prefetch((const char *)s->w2 + column_of(keys[i]) * bytes + j);
-    }
     for (int64_t k = 0; k < r->count; k++) {
         int64_t at = n * s->block + k, place = 0;
         float *row = s->probs + at * count;
@@ -270,7 +304,7 @@ static void draft_block(const struct sequential *s, int64_t n, uint64_t *keys, f
         }
         if (s->w2) correct(s, chosen + k * count, previous, row);
         if (r->temperature > 0) {
-            distribution(row, count, r, keys);
+            distribution(row, count, r, scratch);
             place = draw(row, count, s->uniforms[at]);
             if (place < 0) {
                 r->failed = 1;
@@ -287,17 +321,29 @@ static void draft_block(const struct sequential *s, int64_t n, uint64_t *keys, f
 
 /* Returns 0, or 1 if memory is lacking. */
 int draft(const struct sequential *s) {
-    int failed = 0;
-#pragma omp parallel if (s->count > 1)
+    int64_t positions = s->count * s->block;
+    uint64_t *chosen = malloc((positions * s->candidates + 1) * sizeof *chosen);
+    int failed = !chosen;
+#pragma omp parallel if (positions > 1)
     {
-        uint64_t *keys = malloc((2 * s->width + s->block * s->candidates) * sizeof *keys);
+        uint64_t *keys = malloc(2 * s->width * sizeof *keys);
         float *tops = malloc((s->width + LANES) * sizeof *tops);
         if (!keys || !tops) failed = 1;
+#pragma omp barrier
+        if (!failed) {
 #pragma omp for schedule(dynamic)
-        for (int64_t n = 0; n < s->count; n++)
-            if (keys && tops) draft_block(s, n, keys, tops);
+            for (int64_t i = 0; i < positions; i++)
+                if (i % s->block < s->requests[i / s->block].count)
+                    choose_position(s, i / s->block, i % s->block, chosen + i * s->candidates, keys, tops);
+#pragma omp for schedule(dynamic)
+            for (int64_t n = 0; n < s->count; n++) {
+                draft_block(s, n, chosen + n * s->block * s->candidates, keys);
+                if (s->weight) judge(s, n);
+            }
+        }
         free(keys);
         free(tops);
     }
+    free(chosen);
     return failed;
 }

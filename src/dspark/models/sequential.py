@@ -13,8 +13,8 @@ import copy
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,15 @@ class BlockAsk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConfidenceWeights:
+    """c_k = sigmoid(w . [h_k ; W1[x_{k-1}]] + b): the chance that draft k survives if those before it do."""
+
+    weight: Float[Tensor, "inputs"]  # float32: those of the state, then of the head's row of the token before
+    bias: float
+    looks_back: bool  # whether the second part is there
+
+
+@dataclass(frozen=True, kw_only=True)
 class Drafted:
     """What the stage drew, a row per request, as wide as the longest block asked for. All ids are the target's.
 
@@ -57,6 +66,7 @@ class Drafted:
     probs: Float[Tensor, "requests block support"] | None  # None: all are greedy
     support_ids: Int[Tensor, "requests block support"] | None  # None: the target's vocabulary in order
     failed: frozenset[int]  # requests
+    confidence: Float[np.ndarray, "requests block"] | None = None  # 0 behind a request's own block
 
 
 class SequentialStage:
@@ -71,6 +81,7 @@ class SequentialStage:
         candidates: int,
         device: torch.device,
         native: bool = True,
+        confidence: ConfidenceWeights | None = None,
     ) -> None:
         """``token_ids`` names the target id of every draft id, None where they are the same; ``width`` counts them.
 
@@ -81,7 +92,7 @@ class SequentialStage:
         self.head = None if head is None else copy.deepcopy(head).requires_grad_(False).to(device, torch.float32)
         self.candidates = 0 if candidates >= width else candidates  # as many as tokens: nothing is left out
         self.device = device
-        self._width = width
+        self._width, self._confidence = width, confidence
         self._token_ids = None if token_ids is None else token_ids.to(device).contiguous()
         fused = (
             native and self.candidates and device.type == "cpu" and type(self.head) in (VanillaMarkovHead, type(None))
@@ -111,8 +122,12 @@ class SequentialStage:
             if not ask.sampling.greedy:
                 shares[i, : len(ask.base)] = uniforms(len(ask.base), ask.generator).numpy()
         if self._library is not None:
-            return self._fused(self._library, asks, shares)
-        return self._plain(asks, hidden, torch.from_numpy(shares).to(self.device))
+            return self._fused(self._library, asks, hidden, shares)
+        drafted = self._plain(asks, hidden, torch.from_numpy(shares).to(self.device))
+        if self._confidence is None:
+            return drafted
+        sizes = [len(ask.base) for ask in asks]
+        return replace(drafted, confidence=self._confidences(self._confidence, hidden, drafted.prev_ids, sizes))
 
     def _plain(self, asks: Sequence[BlockAsk], hidden: Tensor, shares: Float[Tensor, "requests block"]) -> Drafted:
         """The loop of the paper, over the full vocabulary or over candidates, a position of all blocks at a time.
@@ -165,22 +180,33 @@ class SequentialStage:
             return self.head.bias(latents)
         return (self.head.markov_w2.weight[columns] @ latents[:, :, None]).squeeze(-1)
 
+    def _confidences(
+        self, of: ConfidenceWeights, hidden: Tensor, prev_ids: Int[Tensor, "requests block"], sizes: Sequence[int]
+    ) -> Float[np.ndarray, "requests block"]:
+        inside = np.arange(prev_ids.shape[1]) < np.array(sizes, dtype=np.int64)[:, None]
+        inputs = hidden.float()
+        if of.looks_back:
+            assert self.head is not None
+            inputs = torch.cat((inputs, self.head.embed(prev_ids[torch.from_numpy(inside).to(self.device)])), 1)
+        found = np.zeros(inside.shape, dtype=np.float32)
+        found[inside] = torch.sigmoid(inputs @ of.weight + of.bias).cpu().numpy()
+        return found
+
     def _fused(
-        self, library: ctypes.CDLL, asks: Sequence[BlockAsk], shares: Float[np.ndarray, "requests block"]
+        self,
+        library: ctypes.CDLL,
+        asks: Sequence[BlockAsk],
+        hidden: Tensor,
+        shares: Float[np.ndarray, "requests block"],
     ) -> Drafted:
         """The same over candidates, in one call."""
         count, block = shares.shape
         bases = [ask.base.contiguous() for ask in asks]
-        table = np.zeros(count, dtype=_REQUEST)
-        table["base"] = [base.data_ptr() for base in bases]
-        table["half"] = [base.dtype == torch.bfloat16 for base in bases]
-        table["count"] = [len(base) for base in bases]
-        table["anchor"] = [ask.anchor for ask in asks]
-        table["temperature"] = [0.0 if ask.sampling.greedy else ask.sampling.temperature for ask in asks]
-        for name in ("top_p", "min_p", "top_k"):
-            table[name] = [getattr(ask.sampling, name) for ask in asks]
-        shape = (count, block, self.candidates)
-        support, probs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        firsts = [0, *accumulate(len(base) for base in bases)]
+        entries = [_entry(ask, base, first) for ask, base, first in zip(asks, bases, firsts, strict=False)]
+        table, certain = np.array(entries, dtype=_REQUEST), all(ask.sampling.greedy for ask in asks)
+        shape, room = (count, block, self.candidates), torch.empty if certain else torch.zeros  # if so, nobody reads it
+        support, probs = room(shape, dtype=torch.long), room(shape)
         ids = torch.zeros(count, block + 1, dtype=torch.long)
         call = _Sequential(count=count, block=block, width=self._width, candidates=self.candidates)
         call.requests, call.uniforms = table.ctypes.data, shares.ctypes.data
@@ -190,20 +216,36 @@ class SequentialStage:
             w1 = self.head.markov_w1.weight
             call.w1, call.w2, call.rank = w1.data_ptr(), self._w2.data_ptr(), w1.shape[1]
             call.half = self._w2.dtype == torch.bfloat16
+        confidence = None
+        if (of := self._confidence) is not None:
+            hidden, confidence = hidden.contiguous(), np.zeros((count, block), dtype=np.float32)
+            call.hidden, call.states = hidden.data_ptr(), hidden.shape[1]
+            call.half_states = hidden.dtype == torch.bfloat16
+            call.weight, call.bias, call.looks_back = of.weight.data_ptr(), of.bias, of.looks_back
+            call.confidence = confidence.ctypes.data
         if library.draft(ctypes.byref(call)):
             raise MemoryError("no memory to choose candidates; lower candidates or block_size")
         failed = set(table["failed"].nonzero()[0].tolist())
-        if not table["temperature"].any():
-            return _drafted(ids, None, None, failed)
-        return _drafted(ids, probs, support, failed)
+        if certain:
+            return _drafted(ids, None, None, failed, confidence)
+        return _drafted(ids, probs, support, failed, confidence)
 
 
 def _drafted(
-    ids: Int[Tensor, "requests block_plus_1"], probs: Tensor | None, support_ids: Tensor | None, failed: set[int]
+    ids: Int[Tensor, "requests block_plus_1"],
+    probs: Tensor | None,
+    support_ids: Tensor | None,
+    failed: set[int],
+    confidence: Float[np.ndarray, "requests block"] | None = None,
 ) -> Drafted:
     """``ids`` are those of the anchors, then of the drafts."""
     return Drafted(
-        token_ids=ids[:, 1:], prev_ids=ids[:, :-1], probs=probs, support_ids=support_ids, failed=frozenset(failed)
+        token_ids=ids[:, 1:],
+        prev_ids=ids[:, :-1],
+        probs=probs,
+        support_ids=support_ids,
+        failed=frozenset(failed),
+        confidence=confidence,
     )
 
 
@@ -230,6 +272,14 @@ def _filters(sampling: SamplingParams) -> tuple[float, int, float, float]:
     return (0.0 if sampling.greedy else sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
+def _entry(ask: BlockAsk, base: Tensor, first: int) -> tuple[int | float, ...]:
+    """A row of :data:`_REQUEST`."""
+    sampling = ask.sampling
+    temperature = 0.0 if sampling.greedy else sampling.temperature
+    half, filters = base.dtype == torch.bfloat16, (sampling.top_p, temperature, sampling.min_p, sampling.top_k)
+    return (base.data_ptr(), half, len(base), ask.anchor, *filters, 0, first)
+
+
 _REQUEST = np.dtype(  # `struct request` of sequential.c, field by field
     [
         ("base", np.uint64),
@@ -241,6 +291,7 @@ _REQUEST = np.dtype(  # `struct request` of sequential.c, field by field
         ("min_p", np.float32),
         ("top_k", np.int64),
         ("failed", np.int64),
+        ("first", np.int64),
     ],
     align=True,
 )
@@ -251,7 +302,10 @@ class _Sequential(ctypes.Structure):
 
     _fields_ = (
         *((name, _pointer) for name in ("requests", "w1", "w2", "names", "uniforms", "support", "probs", "tokens")),
-        *((name, _int64) for name in ("count", "block", "width", "rank", "candidates", "half")),
+        *((name, _pointer) for name in ("hidden", "weight", "confidence")),
+        *((name, _int64) for name in ("count", "block", "width", "rank", "candidates", "states")),
+        *((name, _int64) for name in ("half", "half_states", "looks_back")),
+        ("bias", ctypes.c_float),
     )
 
 

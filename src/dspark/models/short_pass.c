@@ -1,24 +1,12 @@
-/* All layers of a short pass in one call: decode steps, or blocks of drafts to be verified.
+/* All layers of a short pass in one call: decode steps, or blocks of drafts to be verified; and what a drafter takes in.
  *
- * Such a pass reads every weight once, and the time between its products is what can be saved. The products here read
- * the library's own packed weights, [out / 64][in / 2][64][2], and add up in the library's order, piece by piece, so that
- * a row has the same bits as in a larger batch (short_pass.py finds out both by trial). Everything else is native.c.
+ * Such a pass reads every weight once, and the time between its products is what can be saved. The products are those of
+ * products.c, everything else is native.c.
  */
 #include "native.c"
 
 #if STATE_BF16 && defined(__AVX512BF16__)
-#include <immintrin.h>
-
-#define BLOCK 64 /* output columns that lie together */
-#define HALF 2   /* vectors of columns in half a block: the unit in which threads share a product */
-#define ROWS 4   /* rows whose sums stay in registers */
-
-struct product {
-    const uint32_t *weight; /* pairs of bfloat16 */
-    const float *bias;      /* or null */
-    int64_t in, out;
-    int64_t piece; /* pairs of inputs that are added up before the sum joins that of the pieces before */
-};
+#include "products.c"
 
 struct layer {
     struct product qkv, o, gate_up, down;
@@ -35,69 +23,11 @@ struct pass {
     int64_t layer_stride, values_offset;       /* in elements */
     state *x, *h, *qkv, *attended, *gate_up, *gated, *added; /* [tokens, ...] */
     state *const *taps; /* per layer: where its output is wanted too, or null */
+    struct product head; /* of the normed final states; not asked for where there is no ``logits`` */
+    state *logits;
     int64_t count, tokens, hidden;
+    int64_t widest; /* inputs of the widest product with weights of eight bits; 0: there is none */
 };
-
-/* y for up to ROWS rows and ``vectors`` times LANES neighbouring columns. Meanwhile it asks for the part from ``first`` to
- * ``last`` (vectors) of the next block: where several groups of rows read a block, all but one read it from a cache. */
-static inline __attribute__((always_inline)) void tile(const struct product *p, const state *x, state *y, int64_t column,
-                                                       int first, int last, const int rows, const int vectors) {
-    __m512 sums[ROWS][2 * HALF], before[ROWS][2 * HALF];
-    const uint32_t *weight = p->weight + column / BLOCK * BLOCK * (p->in / 2) + column % BLOCK;
-    const uint32_t *next = weight + BLOCK * (p->in / 2);
-    memset(before, 0, sizeof before);
-    for (int64_t begin = 0; begin < p->in / 2; begin += p->piece) {
-        int64_t end = begin + p->piece < p->in / 2 ? begin + p->piece : p->in / 2;
-        memset(sums, 0, sizeof sums);
-        for (int64_t k = begin; k < end; k++, weight += BLOCK, next += BLOCK) {
-            __m512bh part[2 * HALF];
-            for (int v = first; v < last; v++) _mm_prefetch(next + v * LANES, _MM_HINT_T1);
-            for (int v = 0; v < vectors; v++) part[v] = (__m512bh)_mm512_loadu_si512(weight + v * LANES);
-            for (int r = 0; r < rows; r++) {
-                uint32_t pair;
-                memcpy(&pair, x + r * p->in + 2 * k, sizeof pair);
-                __m512bh both = (__m512bh)_mm512_set1_epi32((int)pair);
-                for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], both, part[v]);
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < vectors; v++)
-                if (begin) before[r][v] = _mm512_add_ps(before[r][v], sums[r][v]);
-                else before[r][v] = sums[r][v];
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) {
-            __m512 whole = before[r][v];
-            if (p->bias) whole = _mm512_add_ps(whole, _mm512_loadu_ps(p->bias + column + v * LANES));
-            __m256bh rounded = _mm512_cvtneps_pbh(whole);
-            memcpy(y + r * p->out + column + v * LANES, &rounded, sizeof rounded);
-        }
-}
-
-/* The same for any number of rows. */
-static void columns(const struct product *p, const state *x, state *y, int64_t rows, int64_t column, int vectors) {
-#define CASE(n, v) case n: tile(p, x, y, column, first, last, n, v); break;
-    int groups = (int)((rows + ROWS - 1) / ROWS), first, last = 0;
-    for (int g = 0; g < groups; g++) {
-        int64_t some = rows * (g + 1) / groups - rows * g / groups; /* as equal as can be */
-        first = last;
-        last = groups > 1 ? vectors * (g + 1) / groups : 0;
-        if (vectors == HALF) switch (some) { CASE(1, HALF) CASE(2, HALF) CASE(3, HALF) CASE(4, HALF) }
-        else switch (some) { CASE(1, 2 * HALF) CASE(2, 2 * HALF) CASE(3, 2 * HALF) CASE(4, 2 * HALF) }
-        x += some * p->in;
-        y += some * p->out;
-    }
-}
-
-/* One thread's share of a product; with ``me`` of ``all`` threads. */
-static void share(const struct product *p, const state *x, state *y, int64_t rows, int64_t me, int64_t all) {
-    int64_t halves = p->out / (HALF * LANES), begin = halves * me / all, end = halves * (me + 1) / all;
-    while (begin < end) {
-        int vectors = begin % 2 == 0 && begin + 2 <= end ? 2 * HALF : HALF;
-        columns(p, x, y, rows, begin * HALF * LANES, vectors);
-        begin += vectors / HALF;
-    }
-}
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -108,10 +38,25 @@ static void share(const struct product *p, const state *x, state *y, int64_t row
 #define ALL 1
 #endif
 
-/* A product alone, for those who compare it with the library's. */
-void short_product(const struct product *p, const state *x, state *y, int64_t rows) {
+/* A product alone. Returns 0, or 1 if memory is lacking. */
+int short_product(const struct product *p, const state *x, state *y, int64_t rows) {
+    int failed = 0;
 #pragma omp parallel
-    share(p, x, y, rows, ME, ALL);
+    {
+        struct rounded room = new_rounded(rows, p->scale ? p->in : 0);
+        if (p->scale && !room.numbers) failed = 1;
+        else share(p, x, y, rows, ME, ALL, &room);
+        free(room.numbers);
+    }
+    return failed;
+}
+
+int eight_bits(void) {
+#ifdef __AVX512VNNI__
+    return 1;
+#else
+    return 0;
+#endif
 }
 
 /* Norms of every row, shared among the team. */
@@ -134,7 +79,7 @@ static void gates(const struct pass *p, int64_t width) {
 }
 
 /* What each thread of the team does. Worksharing loops end in barriers; products have one behind them. */
-static void run(const struct pass *p, const struct units *units, float *scores) {
+static void run(const struct pass *p, const struct units *units, float *scores, const struct rounded *room) {
     int64_t rows = p->tokens, me = ME, all = ALL;
     norms(p, p->x, 0, 0, p->h, p->first_norm);
     for (int64_t i = 0; i < p->count; i++) {
@@ -146,25 +91,26 @@ static void run(const struct pass *p, const struct units *units, float *scores) 
         a.window = layer->window;
         a.cos = p->cos[layer->slides];
         a.sin = p->sin[layer->slides];
-        share(&layer->qkv, p->h, p->qkv, rows, me, all);
+        share(&layer->qkv, p->h, p->qkv, rows, me, all, room);
 #pragma omp barrier
         attend_together(&a, units, scores);
-        share(&layer->o, p->attended, p->added, rows, me, all);
+        share(&layer->o, p->attended, p->added, rows, me, all, room);
 #pragma omp barrier
         if (layer->attention_out_norm) norms(p, p->added, 0, 0, p->added, layer->attention_out_norm);
         norms(p, p->x, p->added, p->x, p->h, layer->feedforward_norm);
-        share(&layer->gate_up, p->h, p->gate_up, rows, me, all);
+        share(&layer->gate_up, p->h, p->gate_up, rows, me, all, room);
 #pragma omp barrier
         gates(p, layer->down.in);
-        share(&layer->down, p->gated, p->added, rows, me, all);
+        share(&layer->down, p->gated, p->added, rows, me, all, room);
 #pragma omp barrier
         if (layer->feedforward_out_norm) norms(p, p->added, 0, 0, p->added, layer->feedforward_out_norm);
         norms(p, p->x, p->added, p->x, p->h, layer->following_norm);
         if (p->taps[i] && me == 0) memcpy(p->taps[i], p->x, rows * p->hidden * sizeof(state));
     }
+    if (p->logits) share(&p->head, p->h, p->logits, rows, me, all, room);
 }
 
-/* From embeddings in ``x`` to normed final states in ``h``. Returns 0, or 1 if memory for the scores is lacking. */
+/* From embeddings in ``x`` to normed final states in ``h``. Returns 0, or 1 if memory is lacking. */
 int short_pass(const struct pass *p) {
     struct units units;
     int failed = cut_up(&p->attention, &units);
@@ -172,11 +118,55 @@ int short_pass(const struct pass *p) {
 #pragma omp parallel
     {
         float *scores = new_scores(&units);
-        if (!scores) failed = 1;
-        run(p, &units, scores);
+        struct rounded room = new_rounded(p->tokens, p->widest);
+        if (!scores || (p->widest && !room.numbers)) failed = 1;
+#pragma omp barrier
+        if (!failed) run(p, &units, scores, &room);
         free(scores);
+        free(room.numbers);
     }
     free(units.list);
     return failed;
+}
+
+/* What a drafter takes in: the keys and values that committed tokens' features make in every layer. */
+struct intake {
+    struct attention attention; /* where keys and values of the first layer go, and what rotates keys; no queries */
+    struct product fc, kv;      /* features to states; normed states to keys and values, layer after layer */
+    const float *norm, *key_norm; /* key_norm [layers][HEAD_DIM] */
+    const state *features;
+    state *x, *h, *projected;   /* [tokens, ...] */
+    int64_t layer_stride, values_offset; /* in elements */
+    int64_t layers, hidden;
+};
+
+/* One token's keys and values of all layers. */
+static void keep(const struct intake *p, int64_t t) {
+    const struct attention *a = &p->attention;
+    const state *in = p->projected + t * p->kv.out;
+    for (int64_t i = 0; i < p->layers; i++, in += 2 * a->kv_heads * HEAD_DIM)
+        for (int64_t head = 0; head < a->kv_heads; head++) {
+            state *at = a->keys + i * p->layer_stride + place(a, a->request[t], head, a->position[t]);
+            float key[HEAD_DIM];
+            turn(a, in + head * HEAD_DIM, p->key_norm + i * HEAD_DIM, a->position[t], 1.0f, key);
+            for (int j = 0; j < HEAD_DIM; j += LANES) store(at + j, *(const vec *)(key + j));
+            memcpy(at + p->values_offset, in + (a->kv_heads + head) * HEAD_DIM, HEAD_DIM * sizeof(state));
+        }
+}
+
+void take_in(const struct intake *p) {
+    int64_t tokens = p->attention.tokens;
+#pragma omp parallel
+    {
+        share(&p->fc, p->features, p->x, tokens, ME, ALL, 0);
+#pragma omp barrier
+#pragma omp for
+        for (int64_t t = 0; t < tokens; t++)
+            norm_row(p->x + t * p->hidden, 0, 0, p->h + t * p->hidden, p->norm, p->attention.eps, p->hidden);
+        share(&p->kv, p->h, p->projected, tokens, ME, ALL, 0);
+#pragma omp barrier
+#pragma omp for
+        for (int64_t t = 0; t < tokens; t++) keep(p, t);
+    }
 }
 #endif

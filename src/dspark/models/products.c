@@ -1,0 +1,188 @@
+/* Products of states with packed weights, for a team of threads: each thread has columns of its own.
+ *
+ * Weights of bfloat16 lie in the library's own packing, [out / 64][in / 2][64][2], and are added up in its order, piece by
+ * piece, so that a row has the bits that the library gives it (short_pass.py finds out both by trial). Weights of eight
+ * bits lie likewise, [out / 64][in / 4][64][4] (eight_bit.py, the reference of the arithmetic). Either way a row's numbers
+ * depend on the row alone.
+ */
+#include <immintrin.h>
+
+#define BLOCK 64 /* output columns that lie together */
+#define HALF 2   /* vectors of columns in half a block: the unit in which threads share a product */
+#define ROWS 4   /* rows whose sums stay in registers */
+#define CHUNK 128 /* rows that read a block of weights before the next block's turn */
+#define SHARED 64 /* neighbouring states that share a scale when eight-bit weights are to be multiplied */
+
+struct product {
+    const void *weight;
+    const float *bias;  /* or null */
+    const float *scale; /* [out]: a weight is its column's scale times (byte - 128); null: weights are bfloat16 */
+    int64_t in, out;
+    int64_t piece; /* pairs of inputs that are added up before the sum joins that of the pieces before */
+};
+
+/* States in eight bits, CHUNK rows at most: a state is its group's scale times the number. Room of one thread. */
+struct rounded {
+    int8_t *numbers; /* [rows][in] */
+    float *scales;   /* [rows][in / SHARED] */
+    int32_t *starts; /* [rows][in / SHARED]: what a sum begins with, because 128 was added to each weight */
+};
+
+/* Where the sums of a tile begin to read, and what of the next block it asks for meanwhile (vectors first to last): where
+ * several groups of rows read a block, all but one read it from a cache. */
+struct reading {
+    int64_t column;
+    int first, last;
+};
+
+static inline __attribute__((always_inline)) void put(const struct product *p, state *y, int64_t column, __m512 sum) {
+    if (p->bias) sum = _mm512_add_ps(sum, _mm512_loadu_ps(p->bias + column));
+    __m256bh short_sum = _mm512_cvtneps_pbh(sum);
+    memcpy(y + column, &short_sum, sizeof short_sum);
+}
+
+/* y for up to ROWS rows and ``vectors`` times LANES neighbouring columns. */
+static inline __attribute__((always_inline)) void tile(const struct product *p, const state *x, state *y,
+                                                       struct reading at, const int rows, const int vectors) {
+    __m512 sums[ROWS][2 * HALF], before[ROWS][2 * HALF];
+    const uint32_t *weight = (const uint32_t *)p->weight + at.column / BLOCK * BLOCK * (p->in / 2) + at.column % BLOCK;
+    const uint32_t *next = weight + BLOCK * (p->in / 2);
+    memset(before, 0, sizeof before);
+    for (int64_t begin = 0; begin < p->in / 2; begin += p->piece) {
+        int64_t end = begin + p->piece < p->in / 2 ? begin + p->piece : p->in / 2;
+        memset(sums, 0, sizeof sums);
+        for (int64_t k = begin; k < end; k++, weight += BLOCK, next += BLOCK) {
+            __m512bh part[2 * HALF];
+            for (int v = at.first; v < at.last; v++) _mm_prefetch(next + v * LANES, _MM_HINT_T1);
+            for (int v = 0; v < vectors; v++) part[v] = (__m512bh)_mm512_loadu_si512(weight + v * LANES);
+            for (int r = 0; r < rows; r++) {
+                uint32_t pair;
+                memcpy(&pair, x + r * p->in + 2 * k, sizeof pair);
+                __m512bh both = (__m512bh)_mm512_set1_epi32((int)pair);
+                for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], both, part[v]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++)
+                if (begin) before[r][v] = _mm512_add_ps(before[r][v], sums[r][v]);
+                else before[r][v] = sums[r][v];
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) put(p, y + r * p->out, at.column + v * LANES, before[r][v]);
+}
+
+#ifdef __AVX512VNNI__
+/* The same with weights of eight bits; ``x`` is what begins at row ``from``. */
+static inline __attribute__((always_inline)) void tile_of_eight(const struct product *p, const struct rounded *x,
+                                                                int64_t from, state *y, struct reading at,
+                                                                const int rows, const int vectors) {
+    __m512 whole[ROWS][2 * HALF];
+    int64_t groups = p->in / SHARED;
+    const uint32_t *weight = (const uint32_t *)p->weight + at.column / BLOCK * BLOCK * (p->in / 4) + at.column % BLOCK;
+    const uint32_t *next = weight + BLOCK * (p->in / 4);
+    memset(whole, 0, sizeof whole);
+    for (int64_t g = 0; g < groups; g++) {
+        __m512i sums[ROWS][2 * HALF];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_set1_epi32(x->starts[(from + r) * groups + g]);
+        for (int64_t k = 0; k < SHARED / 4; k++, weight += BLOCK, next += BLOCK) {
+            __m512i part[2 * HALF];
+            for (int v = at.first; v < at.last; v++) _mm_prefetch(next + v * LANES, _MM_HINT_T1);
+            for (int v = 0; v < vectors; v++) part[v] = _mm512_loadu_si512(weight + v * LANES);
+            for (int r = 0; r < rows; r++) {
+                int32_t four;
+                memcpy(&four, x->numbers + (from + r) * p->in + g * SHARED + 4 * k, sizeof four);
+                for (int v = 0; v < vectors; v++)
+                    sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], part[v], _mm512_set1_epi32(four));
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            __m512 scale = _mm512_set1_ps(x->scales[(from + r) * groups + g]);
+            for (int v = 0; v < vectors; v++)
+                whole[r][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][v]), scale, whole[r][v]);
+        }
+    }
+    for (int v = 0; v < vectors; v++) {
+        __m512 scale = _mm512_loadu_ps(p->scale + at.column + v * LANES);
+        for (int r = 0; r < rows; r++)
+            put(p, y + r * p->out, at.column + v * LANES, _mm512_mul_ps(whole[r][v], scale));
+    }
+}
+
+/* A row in eight bits, to the nearest. A group with nan or infinity has the scale nan. */
+static void round_row(const state *x, int64_t in, int8_t *numbers, float *scales, int32_t *starts) {
+    for (int64_t g = 0; g < in / SHARED; g++) {
+        __m512 part[SHARED / LANES], most = _mm512_setzero_ps(), broken = most;
+        for (int i = 0; i < SHARED / LANES; i++) {
+            part[i] = (__m512)load(x + g * SHARED + i * LANES);
+            most = _mm512_max_ps(most, _mm512_abs_ps(part[i]));
+            broken = _mm512_fmadd_ps(part[i], _mm512_setzero_ps(), broken);
+        }
+        float largest = _mm512_reduce_max_ps(most);
+        __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? 127.0f / largest : 0.0f);
+        __m512i sum = _mm512_setzero_si512();
+        for (int i = 0; i < SHARED / LANES; i++) {
+            __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(part[i], inverse));
+            sum = _mm512_add_epi32(sum, whole);
+            _mm_storeu_si128((__m128i *)(numbers + g * SHARED + i * LANES), _mm512_cvtsepi32_epi8(whole));
+        }
+        scales[g] = largest / 127.0f + _mm512_reduce_add_ps(broken);
+        starts[g] = -128 * _mm512_reduce_add_epi32(sum);
+    }
+}
+#endif
+
+/* The products of ``rows`` rows with some columns, in groups as equal as can be. */
+static void columns(const struct product *p, const state *x, const struct rounded *eight, state *y, int64_t rows,
+                    int64_t column, int vectors) {
+#define EACH(F) \
+    switch (some * 8 + vectors) { \
+        F(1, HALF) F(2, HALF) F(3, HALF) F(4, HALF) F(1, 2 * HALF) F(2, 2 * HALF) F(3, 2 * HALF) F(4, 2 * HALF) \
+    }
+#define TILE(n, v) case n * 8 + v: tile(p, x + from * p->in, y + from * p->out, at, n, v); break;
+#define TILE_OF_EIGHT(n, v) case n * 8 + v: tile_of_eight(p, eight, from, y + from * p->out, at, n, v); break;
+    int groups = (int)((rows + ROWS - 1) / ROWS);
+    struct reading at = {column, 0, 0};
+    for (int g = 0; g < groups; g++) {
+        int64_t from = rows * g / groups, some = rows * (g + 1) / groups - from;
+        at.first = at.last;
+        at.last = groups > 1 ? vectors * (g + 1) / groups : 0;
+#ifdef __AVX512VNNI__
+        if (p->scale) {
+            EACH(TILE_OF_EIGHT)
+            continue;
+        }
+#endif
+        EACH(TILE)
+    }
+}
+
+/* Room for a thread's states in eight bits, where any of the products wants them; null ``numbers`` elsewhere, or where
+ * memory is lacking. */
+static struct rounded new_rounded(int64_t rows, int64_t widest) {
+    struct rounded room = {0};
+    if (rows > CHUNK) rows = CHUNK;
+    room.numbers = widest ? malloc(rows * widest + 2 * rows * (widest / SHARED) * sizeof(float)) : 0;
+    if (room.numbers) room.scales = (float *)(room.numbers + rows * widest); /* SHARED bytes keep it aligned */
+    if (room.numbers) room.starts = (int32_t *)(room.scales + rows * (widest / SHARED));
+    return room;
+}
+
+/* One thread's share of a product; with ``me`` of ``all`` threads. ``room`` is read where weights have eight bits. */
+static void share(const struct product *p, const state *x, state *y, int64_t rows, int64_t me, int64_t all,
+                  const struct rounded *room) {
+    int64_t halves = p->out / (HALF * LANES), end = halves * (me + 1) / all;
+    for (int64_t from = 0; from < rows; from += CHUNK, x += CHUNK * p->in, y += CHUNK * p->out) {
+        int64_t some = rows - from < CHUNK ? rows - from : CHUNK, begin = halves * me / all;
+#ifdef __AVX512VNNI__
+        for (int64_t r = 0; p->scale && r < some; r++)
+            round_row(x + r * p->in, p->in, room->numbers + r * p->in, room->scales + r * (p->in / SHARED),
+                      room->starts + r * (p->in / SHARED));
+#endif
+        while (begin < end) {
+            int vectors = begin % 2 == 0 && begin + 2 <= end ? 2 * HALF : HALF;
+            columns(p, x, room, y, some, begin * HALF * LANES, vectors);
+            begin += vectors / HALF;
+        }
+    }
+}
