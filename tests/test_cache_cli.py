@@ -12,7 +12,7 @@ from tiny_chat import save_chat_model, save_random_drafter
 from typer.testing import CliRunner, Result
 
 from dspark import cache_runs
-from dspark.cache_cli import clock, estimate_lines, loss_lines
+from dspark.cache_cli import estimate_lines, loss_lines
 from dspark.cache_runs import CacheLoss, Estimate, Forecast, spread_by_tokens
 from dspark.cli import app
 from dspark.data.cache_reader import FeatureCache
@@ -155,7 +155,6 @@ def test_texts() -> None:
     lines = estimate_lines(found)
     assert "3,072.0 MiB" in lines[1] and "3,072 bytes a token" in lines[1] and "1:02:05  DOES NOT FIT" in lines[1]
     assert lines[2] == "left out: small: why" and "free: 2,048.0 MiB" in lines[3]
-    assert clock(59.6) == "0:01:00"
     fields = {"samples": 2, "feature_error": 0.0125, "feature_error_max": 0.5, "state_error": 0.0}
     lines = loss_lines(CacheLoss(**fields, acceptance_length=3.0, acceptance_length_cached=2.875))
     assert "1.250%" in lines[0] and "(-0.1250)" in lines[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dspark.numbers import json_data, number_text, ratio
+from dspark.numbers import clock_text, json_data, number_text, ratio
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,10 @@ class Part:
 
 def test_where_there_is_no_number_there_is_a_dash() -> None:
     assert [number_text(value, ".1f") for value in (1.25, 3, None, math.nan, math.inf)] == ["1.2", "3.0", "-", "-", "-"]
+
+
+def test_a_time_has_hours_where_it_has_any() -> None:
+    assert [clock_text(seconds) for seconds in (3725.0, 59.6, 0.2, -1.0)] == ["1:02:05", "1:00", "0:00", "0:00"]
 
 
 def test_nothing_counted_is_no_ratio() -> None:

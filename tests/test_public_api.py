@@ -20,7 +20,7 @@ BELOW = {
     "errors": set(),
     "numbers": set(),
     "core": {"errors"},
-    "artifacts": {"errors"},
+    "artifacts": {"errors", "numbers"},
     "maths": {"core", "errors"},
     "models": {"core", "errors", "artifacts", "maths"},
     "chat": {"core", "errors", "artifacts", "models"},

@@ -9,8 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from dspark.numbers import number_text
-from dspark.road.plan import clock_text
+from dspark.numbers import clock_text, number_text
 from dspark.road.road import Progress as RoadProgress
 from dspark.road.road import RoadConfig
 from dspark.road.walk import Result, accelerate

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import dspark
 from dspark.errors import ConfigError, DataError, DsparkError
+from dspark.numbers import json_data
 
 MANIFEST_NAME = "manifest.json"
 STALE_SECONDS = 24 * 3600  # a temporary folder untouched for this long belongs to a process that died
@@ -64,6 +65,12 @@ def atomic_write_bytes(path: Path | str, data: bytes) -> None:
 def atomic_write_text(path: Path | str, text: str) -> None:
     """:func:`atomic_write_bytes` of UTF-8 text, line ends as given."""
     atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path | str, content: object) -> None:
+    """Write ``content`` as :func:`dspark.numbers.json_data` has it, indented, atomically."""
+    text = json.dumps(json_data(content), indent=2, ensure_ascii=False, allow_nan=False)
+    atomic_write_text(path, text + "\n")
 
 
 @contextmanager
@@ -178,7 +185,7 @@ class Manifest:
 def write_manifest(folder: Path | str, kind: str, version: int, fields: Mapping[str, Any]) -> None:
     """Write ``manifest.json`` into ``folder``, with :func:`provenance` added."""
     content = {"kind": kind, "version": version, "fields": dict(fields), "provenance": provenance()}
-    atomic_write_text(Path(folder) / MANIFEST_NAME, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_json(Path(folder) / MANIFEST_NAME, content)
 
 
 def read_manifest(folder: Path | str, kind: str, version: int) -> Manifest:

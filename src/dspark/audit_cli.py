@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dspark.artifacts import atomic_write_text, provenance
+from dspark.artifacts import provenance, write_json
 from dspark.bundle import Bundle
 from dspark.core import SamplingParams
 from dspark.decode import generate
@@ -111,7 +110,7 @@ def run(options: AuditOptions, place: dict[str, Any], *, json_file: Path | None)
 
         report = _run_parts(options, place, say)
     if json_file is not None:
-        atomic_write_text(json_file, json.dumps(audit_data(options, report), indent=2, ensure_ascii=False) + "\n")
+        write_json(json_file, audit_data(options, report))
     print_report(report, options)
     return report.verdict == UNCHANGED
 

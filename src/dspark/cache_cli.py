@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark.errors import ConfigError
+from dspark.numbers import clock_text
 
 if TYPE_CHECKING:
     from dspark.cache_runs import CacheLoss, Estimate
@@ -159,7 +160,7 @@ def estimate_lines(found: Estimate) -> list[str]:
         fits = "" if cast.nbytes < found.free_bytes else "  DOES NOT FIT"
         lines.append(
             f"{cast.form:<9} {cast.encoding:<12} {cast.nbytes / MIB:>12,.1f} MiB  "
-            f"{cast.nbytes / found.tokens:>9,.0f} bytes a token  {clock(cast.seconds)}{fits}"
+            f"{cast.nbytes / found.tokens:>9,.0f} bytes a token  {clock_text(cast.seconds)}{fits}"
         )
     lines += [f"left out: {reason}" for reason in found.left_out]
     lines.append(
@@ -192,12 +193,6 @@ def loss_lines(loss: CacheLoss) -> list[str]:
     return lines
 
 
-def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
-
-
 class _Board:
     """Progress of a build: a bar on a terminal, a line now and then elsewhere."""
 
@@ -218,7 +213,7 @@ class _Board:
         self._done += sample.token_ids.shape[0]
         now = time.monotonic()
         speed = self._done / max(now - self._begin, 1e-9)
-        left = clock((self._total - self._done) / speed)
+        left = clock_text((self._total - self._done) / speed)
         words = f"{self._done:,}/{self._total:,} tokens, {speed:.0f} tokens/s, {left} left"
         self.bar.update(self._task, completed=self._done, description=words)
         if not self._out.is_terminal and (now - self._reported >= REPORT_SECONDS or self._done == self._total):

@@ -20,6 +20,12 @@ def ratio(over: int | float, under: int | float) -> float:
     return over / under if under > 0 else math.nan
 
 
+def clock_text(seconds: float) -> str:
+    """A length of time as hours, minutes and seconds, ``1:02:03``, or under an hour ``2:03``."""
+    hours, rest = divmod(round(max(0.0, seconds)), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
 def json_data(value: object, *, rounded: Callable[[float], float] = float) -> Any:  # Any: what json.dumps takes
     """``value`` as JSON can hold it: dataclasses become objects, tuples and sets lists, nan and infinities null.
 

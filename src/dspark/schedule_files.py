@@ -12,7 +12,6 @@ Both are JSON: ``kind``, ``version``, ``fields`` and ``provenance``, as in a man
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dspark.artifacts import atomic_write_text, provenance, read_json, tuples
+from dspark.artifacts import provenance, read_json, tuples, write_json
 from dspark.core import SamplingParams
 from dspark.errors import ConfigError, DataError
 from dspark.maths.calibrated_scheduling import CalibratedScheduler, EstimatingScheduler
@@ -280,7 +279,7 @@ def _check_same(kind: str, name: str, made: object, here: object, *, remedy: str
 
 def _write(path: Path | str, kind: str, fields: Mapping[str, Any]) -> None:
     content = {"kind": kind, "version": VERSION, "fields": fields, "provenance": provenance()}
-    atomic_write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_json(path, content)
 
 
 def _read(path: Path | str, kind: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dspark.assignments import read_fields
 from dspark.data.features import Sample
 from dspark.evaluate.held_out import decoded_acceptance
 from dspark.models.drafter import Drafter
+from dspark.numbers import clock_text
 from dspark.train.config import TrainConfig, drafter_defaults
 from dspark.train.ranks import joined
 from dspark.train.run import Corpus, train
@@ -113,8 +114,8 @@ def progress_text(line: Mapping[str, Any], steps: int, *, since: tuple[int, floa
     Steps that learn the target's states have no acceptance yet; their loss is the states' relative error.
     """
     pace = (line["seconds"] - since[1]) / max(1, line["step"] - since[0])
-    left = round(pace * (steps - line["step"]))
-    remaining = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left" if left or line["step"] == steps else "..."
+    left = pace * (steps - line["step"])
+    remaining = f"{clock_text(left)} left" if left or line["step"] == steps else "..."
     length = line.get("acceptance_length")
     figures = f"loss {line['loss']:.3f}, acceptance length {length:.2f}" if length is not None else states_text(line)
     return (

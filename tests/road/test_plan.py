@@ -13,7 +13,6 @@ from dspark.road.plan import (
     REACHED,
     Plan,
     best_block,
-    clock_text,
     expected_gain,
     make_plan,
     plan_lines,
@@ -133,7 +132,6 @@ def test_the_plan_names_time_disk_memory_and_gain() -> None:
         "times",
     ):
         assert words in text, words
-    assert clock_text(3725.0) == "1:02:05" and clock_text(59.6) == "1:00"
 
 
 def test_a_plan_survives_the_ledger() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import append_jsonl, atomic_write_text, provenance, read_json, read_jsonl
+from dspark.artifacts import append_jsonl, provenance, read_json, read_jsonl, write_json
 from dspark.chat import ChatFormat
 from dspark.core import SamplingParams
 from dspark.data.answers import Answer, PastTurn
@@ -136,7 +136,7 @@ class AnswerFile:
         wanted = {**settings, "prompts": asked}
         if wanted != before:
             content = {"kind": KIND, "version": VERSION, "fields": wanted, "provenance": provenance()}
-            atomic_write_text(self.manifest_path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+            write_json(self.manifest_path, content)
 
     @property
     def answers(self) -> int:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import append_jsonl, atomic_write_text, provenance, read_jsonl
+from dspark.artifacts import append_jsonl, provenance, read_jsonl, write_json
 from dspark.chat import REPLACEMENT, ChatFormat, UserTurn
 from dspark.core import SamplingParams
 from dspark.data.answers import Answer, Job, sample_answers
@@ -90,7 +90,7 @@ class DraftFile:
                     raise DataError(f"{self.path}:{number}: a draft needs a whole number `index` and a `text`")
                 self.drafts[index] = Draft(index=index, text=text, flaw=row.get("flaw"))
         content = {"kind": KIND, "version": VERSION, "fields": dict(settings), "provenance": provenance()}
-        atomic_write_text(self.manifest_path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        write_json(self.manifest_path, content)
 
     def add(self, draft: Draft) -> None:
         """Append one draft and flush it to the disk."""

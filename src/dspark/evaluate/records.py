@@ -7,7 +7,7 @@ A *cell* is one drafter at one temperature; it has a folder:
     answers-<p>.jsonl    a line per answer (a turn of a conversation), written by process p in the order played
 
 Lines are flushed one by one, so a kill loses the answer under way and nothing else. Figures are computed from these
-files alone; names of a line's fields are those of :class:`AnswerRecord` and :class:`RoundLine`.
+files alone; names of a line's fields are those of :class:`AnswerRecord` and :class:`dspark.core.RoundRecord`.
 """
 
 from __future__ import annotations

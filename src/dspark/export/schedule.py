@@ -13,11 +13,10 @@ and only where no better one is to be had.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import atomic_write_text
+from dspark.artifacts import write_json
 from dspark.errors import ConfigError
 from dspark.schedule_files import Calibration, Profile
 
@@ -61,4 +60,4 @@ def sglang_table(profile: Profile, *, context: int | None = None) -> dict[str, A
 
 def write_table(path: Path | str, table: dict[str, Any]) -> None:
     """Write either table."""
-    atomic_write_text(path, json.dumps(table, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_json(path, table)

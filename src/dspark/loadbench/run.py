@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from dspark.artifacts import atomic_write_text, provenance
+from dspark.artifacts import provenance, write_json
 from dspark.errors import ConfigError
 from dspark.evaluate.bench import prompts_of, read_prompts
 from dspark.evaluate.demo_prompts import PROMPTS
@@ -103,7 +102,7 @@ def bench_serve(options: LoadBenchOptions, *, json_file: Path | None) -> None:
             "figures": [figures.data() for figures in found],
             "provenance": provenance(),
         }
-        atomic_write_text(json_file, json.dumps(data, indent=1, allow_nan=False) + "\n")
+        write_json(json_file, data)
 
 
 def table(found: Sequence[LoadFigures]) -> Table:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import atomic_write_text, provenance
-from dspark.numbers import number_text
+from dspark.artifacts import atomic_write_text, provenance, write_json
+from dspark.numbers import clock_text, number_text
 from dspark.road.ledger import Facts
-from dspark.road.plan import clock_text
 from dspark.road.road import Road
 
 REPORT_NAME, CARD_NAME = "report.json", "README.md"
@@ -27,8 +25,7 @@ def write_result(road: Road, compared: Facts) -> None:
         "stages": stages,
         "provenance": provenance(),
     }
-    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    atomic_write_text(road.out / REPORT_NAME, text)
+    write_json(road.out / REPORT_NAME, report)
     atomic_write_text(road.out / CARD_NAME, card(road, stages, report["provenance"]))
 
 

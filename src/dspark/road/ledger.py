@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import append_jsonl, atomic_write_text, provenance, read_json, read_jsonl
+from dspark.artifacts import append_jsonl, provenance, read_json, read_jsonl, write_json
 from dspark.errors import ConfigError, DataError
 from dspark.numbers import json_data
 from dspark.road.budget import Budget
@@ -64,7 +64,7 @@ class Ledger:
         spent = self.budget.spent
         if force or changed or spent - self._beaten >= BEAT_SECONDS:
             self.note |= note
-            atomic_write_text(self.folder / "spent.json", json.dumps({"seconds": spent, **self.note}) + "\n")
+            write_json(self.folder / "spent.json", {"seconds": spent, **self.note})
             self._beaten = spent
 
     def _claim(self, settings: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class Ledger:
                         "the same again, or choose another --out"
                     )
             return
-        atomic_write_text(path, json.dumps({"version": VERSION, "settings": ours}, indent=2) + "\n")
+        write_json(path, {"version": VERSION, "settings": ours})
 
     def _read(self) -> None:
         path = self.folder / "ledger.jsonl"

@@ -15,6 +15,7 @@ from typing import Any
 
 from dspark.errors import ConfigError
 from dspark.models.draft_config import DraftConfig
+from dspark.numbers import clock_text
 from dspark.road.probe import Probe
 
 ANSWER_SHARE = 0.75  # of the most tokens that an answer may have, what answers have on average
@@ -210,13 +211,6 @@ def plan_lines(plan: Plan, probe: Probe, facts: Mapping[str, Any]) -> list[str]:
         f"training ({plan.steps * SLOTS / 1e6:.1f} million draft slots)"
         + (" - drafting may not pay here" if high < 1.05 else ""),
     ]
-
-
-def clock_text(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
-    whole = round(max(0.0, seconds))
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 def _tokens(block_size: int, chance: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dspark.artifacts import atomic_write_bytes, read_json, tuples
+from dspark.artifacts import atomic_write_bytes, read_json, tuples, write_json
 from dspark.data.features import Sample
 from dspark.data.prompts import read_prompts
 from dspark.data.sample_cache import load_samples
@@ -164,7 +164,7 @@ def _config(road: Road) -> TrainConfig:
         fields = {name: tuples(value) for name, value in stored.items()}
     else:
         fields = _new_fields(road)
-        atomic_write_bytes(path, (json.dumps(fields, indent=2) + "\n").encode())
+        write_json(path, fields)
     config = TrainConfig(**{**fields, **road.config.fields})
     planned = road.ledger.note.get("steps")
     return config if road.config.steps is not None or planned is None else replace(config, steps=planned)

@@ -118,13 +118,6 @@ class PageManager:
             else:
                 self._idle[page] = None
 
-    def forget_idle(self) -> None:
-        """Free every idle page."""
-        for page in list(self._idle):
-            del self._idle[page]
-            self._forget(page)
-            self._free.append(page)
-
     def check(self, holdings: Iterable[Sequence[int]]) -> None:
         """Assert that the books agree with what the requests in flight hold. For tests; a pass over all pages."""
         held = [0] * self.pages

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dspark.errors import ConfigError, DataError
+from dspark.maths.calibration import sigmoid
 
 Seats = Int[np.ndarray, "requests"]
 
@@ -99,10 +100,10 @@ class ModelledRounds:
         logits *= self.model.sharpness
         logits += self._middle
         logits += self.model.spread * self._request[seats, None]
-        chance = _sigmoid(logits)
+        chance = sigmoid(logits)
         accepted = _leading(rng.random(shape) < chance)
         if self.model.overconfidence != 1.0:
-            chance = _sigmoid(self.model.overconfidence * logits)
+            chance = sigmoid(self.model.overconfidence * logits)
         return Rounds(proposed=np.full(len(seats), self.block_size), confidence=chance, accepted=accepted)
 
     def describe(self) -> dict[str, Any]:
@@ -201,10 +202,6 @@ def _grown(values: np.ndarray, seats: Seats) -> np.ndarray:
     return values if len(values) >= most else np.concatenate((values, np.zeros(most - len(values), dtype=values.dtype)))
 
 
-def _sigmoid(logits: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
-    return 1.0 / (1.0 + np.exp(-logits))
-
-
 def _middles(model: AcceptanceModel) -> Float[np.ndarray, "block"]:
     """m_k of every position: by bisection, over a quadrature of both normal numbers.
 
@@ -218,7 +215,7 @@ def _middles(model: AcceptanceModel) -> Float[np.ndarray, "block"]:
         low, high = -60.0, 60.0
         for _ in range(60):
             middle = 0.5 * (low + high)
-            chance = _sigmoid(middle + request + draft) @ per_draft  # of each request
+            chance = sigmoid(middle + request + draft) @ per_draft  # of each request
             low, high = (middle, high) if mass @ chance < wanted else (low, middle)
         middles.append(middle)
         mass = mass * chance / (mass @ chance)

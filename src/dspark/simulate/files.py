@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import atomic_write_text, provenance
+from dspark.artifacts import provenance, write_json
 from dspark.errors import DataError
 from dspark.simulate.acceptance import AcceptanceModel, RecordedRounds
 from dspark.simulate.fleet import Plan
@@ -57,7 +57,7 @@ def as_json(scene: Scene, points: Sequence[Point], plans: Sequence[Plan]) -> dic
 
 def write_simulation(path: Path | str, content: Mapping[str, Any]) -> None:
     """Write what :func:`as_json` made."""
-    atomic_write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_json(path, content)
 
 
 def read_simulation(path: Path | str) -> Simulation:

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import atomic_write_text, provenance
+from dspark.artifacts import atomic_write_text, provenance, write_json
 from dspark.errors import ConfigError
 from dspark.models.loading import choose_device, choose_dtype
 from dspark.numbers import json_data
@@ -75,7 +75,7 @@ def claim(folder: Path, config: TrainConfig, *, processes: int = 1) -> None:
             )
     folder.mkdir(parents=True, exist_ok=True)
     calls = [*calls, {"steps": config.steps, "processes": processes, "provenance": provenance()}]
-    atomic_write_text(path, json.dumps({"config": ours, "data": data, "calls": calls}, indent=2))
+    write_json(path, {"config": ours, "data": data, "calls": calls})
 
 
 def cut_log(folder: Path, step: int) -> None:
