@@ -83,8 +83,8 @@ def build(
     ] = "bfloat16",
     rank: Annotated[int, typer.Option(min=0, help="Number of this process, if several build one cache.")] = 0,
     world: Annotated[int, typer.Option(min=1, help="How many processes build it.")] = 1,
-    shard_mib: Annotated[int, typer.Option(min=1, help="Size of a shard; a kill costs the one under way.")] = 256,
-    reserve_mib: Annotated[int, typer.Option(min=0, help="What is left free on the disk.")] = 1024,
+    shard_mib: Annotated[int, typer.Option(min=1, help="MiB of a shard; a kill costs the one under way.")] = 256,
+    reserve_mib: Annotated[int, typer.Option(min=0, help="MiB to be left free on the disk.")] = 1024,
     threads: Threads = None,
 ) -> None:
     """Run the target over all answers and keep what `train` needs; the same command goes on after an interrupt."""

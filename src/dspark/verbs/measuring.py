@@ -122,7 +122,9 @@ def bench(
 def audit(
     model: Model = "smollm2",
     drafter: DrafterSpec = "default",
-    minutes: Annotated[float | None, typer.Option(help="Most that it may take; default: 20, or 4 if quick.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Minutes that it may take at most; default: 20, or 4 if quick.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer ways of running the pair, a coarser test.")] = False,
     parts: Annotated[
         list[str] | None,

@@ -78,14 +78,18 @@ SchedulerName = Annotated[
     ),
 ]
 VerifyLen = Annotated[int | None, typer.Option(min=0, help="Number for fixed; default: all.", rich_help_panel=DRAFTING)]
-Threshold = Annotated[float | None, typer.Option(help="Least confidence for threshold.", rich_help_panel=DRAFTING)]
+Threshold = Annotated[
+    float | None, typer.Option(help="Least confidence for threshold, 0..1.", rich_help_panel=DRAFTING)
+]
 CalibrationFile = Annotated[
     Path | None,
     typer.Option("--calibration", help="File of `calibrate`, for threshold and greedy.", rich_help_panel=DRAFTING),
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", help="File of `profile`, for greedy; default: measure now.", rich_help_panel=DRAFTING),
+    typer.Option(
+        "--profile", help="File of `profile`, for greedy and skip; default: measure now.", rich_help_panel=DRAFTING
+    ),
 ]
 SglangFile = Annotated[Path | None, typer.Option("--sglang", help="Write the table that SGLang reads there as well.")]
 Candidates = Annotated[
