@@ -152,7 +152,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(DataError, match=words):
             read_simulation(path)
-    with pytest.raises(DataError, match="unreadable"):
+    with pytest.raises(DataError, match=r"none\.json is missing; make it with"):
         read_simulation(tmp_path / "none.json")
 
 

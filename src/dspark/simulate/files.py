@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark.artifacts import provenance, write_json
+from dspark.artifacts import provenance, read_json, write_json
 from dspark.errors import DataError
 from dspark.simulate.acceptance import AcceptanceModel, RecordedRounds
 from dspark.simulate.fleet import Plan
@@ -63,11 +62,8 @@ def write_simulation(path: Path | str, content: Mapping[str, Any]) -> None:
 def read_simulation(path: Path | str) -> Simulation:
     """Raises :class:`DataError` for anything but a simulation of this version."""
     remedy = f"make it with dspark simulate --out {path}"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path} is unreadable ({error}); {remedy}") from None
-    found = (content.get("kind"), content.get("version")) if isinstance(content, dict) else (None, None)
+    content = read_json(path, remedy=remedy)
+    found = (content.get("kind"), content.get("version"))
     if found != (KIND, VERSION):
         raise DataError(
             f"{path} is kind {found[0]!r}, version {found[1]!r}; a {KIND} of version {VERSION} is needed: {remedy}"
