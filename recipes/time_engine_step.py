@@ -11,8 +11,9 @@ The ways take turns, ``--group`` steps at a time, so a slow minute of the machin
 
 Told per way: tokens a second, and their ratio to the first way's, over all groups and as the median of groups that were
 run one after the other; seconds to the first token in the same time; drafts and drafted steps; milliseconds a step of
-the target, of the drafter (proposing and taking in), and of the host's work beside them: its mean, and its median over
-steps that drafted for nobody and ended nobody. ``cpu`` is processor time, for one thread on a shared core.
+the target, of the drafter (proposing and taking in), and of the host's work beside them; and, as medians, of
+the plain steps, which drafted for nobody, ended nobody and read no prompt: what an engine that refuses all drafts adds
+to one that knows of none. ``cpu`` is processor time, for one thread on a shared core.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Step:
     tokens: int
     target: float
     drafter: float
-    plain: bool  # drafted for nobody, ended nobody
+    plain: bool  # drafted for nobody, ended nobody, read no prompt
 
     @property
     def host(self) -> float:
@@ -104,6 +105,7 @@ class Loop:
         self.asked_at[request.request_id] = self.spent
 
     def step(self) -> None:
+        read = self._read()
         before, drafted, counted = dict(self.parts.seconds), self.engine.counters.drafted_steps, self._tokens()
         begin = self.clock()
         events = self.engine.step()
@@ -117,8 +119,11 @@ class Loop:
         for _ in range(ended):
             self.ask()
         target, drafter = (self.parts.seconds[part] - before[part] for part in ("target", "drafter"))
-        plain = self.engine.counters.drafted_steps == drafted and not ended
+        plain = self.engine.counters.drafted_steps == drafted and not ended and self._read() == read
         self.steps.append(Step(seconds, self._tokens() - counted, target, drafter, plain))
+
+    def _read(self) -> int:
+        return self.engine.counters.prompt_tokens
 
     def _tokens(self) -> int:
         return self.engine.counters.completion_tokens
@@ -141,6 +146,8 @@ class Loop:
             "target_ms": 1e3 * sum(step.target for step in steps) / len(steps),
             "drafter_ms": 1e3 * sum(step.drafter for step in steps) / len(steps),
             "host_ms": 1e3 * sum(step.host for step in steps) / len(steps),
+            "plain_ms": 1e3 * statistics.median(step.seconds for step in steps if step.plain),
+            "plain_target_ms": 1e3 * statistics.median(step.target for step in steps if step.plain),
             "host_median_ms": 1e3 * statistics.median(plain) if plain else float("nan"),
             "drafted_steps": (stats.drafted_steps - self.counted.drafted_steps) / len(steps),
             "proposed": proposed / len(steps),

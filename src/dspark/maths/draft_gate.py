@@ -174,7 +174,7 @@ class ProbeClock:
         share: float = 0.004,
     ) -> None:
         """Pauses in steps; ``requests``: most of one probe; ``share``: most of the time that probes may take, where
-        their cost is told, in (0, 1]: it stretches the pauses, beyond the longest too."""
+        their cost is told, in (0, 1]: it stretches the first pause, and the longest too if it must."""
         if not 1 <= first_pause <= longest_pause or requests < 1:
             raise ScheduleError(
                 f"first_pause is {first_pause}, longest_pause {longest_pause} and requests {requests}; pauses must be "
@@ -183,7 +183,7 @@ class ProbeClock:
         if not 0.0 < share <= 1.0:
             raise ScheduleError(f"share is {share}; it must be a share of the time in (0, 1]")
         self._first, self._longest, self.requests, self._share = first_pause, longest_pause, requests, share
-        self._pause, self._since, self._now = first_pause, 0, 0
+        self._probes = self._since = self._now = 0  # since the last time that nobody was refused; steps; all steps
         self._drafted = np.zeros(rows, dtype=np.int64)  # step in which each row was drafted for last, or opened
 
     def open(self, row: int) -> None:
@@ -193,7 +193,8 @@ class ProbeClock:
         """Go through a step that refuses somebody; whether a probe is due in it. ``cost``: of a probe, in steps."""
         self._now += 1
         self._since += 1
-        return self._since >= max(self._pause, cost / self._share)
+        first = max(self._first, cost / self._share)
+        return self._since >= min(first * 2.0 ** min(self._probes, 30), max(self._longest, first))
 
     def probe(
         self, rows: Int[np.ndarray, "requests"], refused: Int[np.ndarray, "refused"]
@@ -201,7 +202,7 @@ class ProbeClock:
         """Those of the places ``refused`` among ``rows`` whose turn it is; none if there is no one to probe."""
         if not len(refused):
             return refused
-        self._since, self._pause = 0, min(2 * self._pause, self._longest)
+        self._since, self._probes = 0, self._probes + 1
         longest = np.argsort(self._drafted[rows[refused]], kind="stable")[: self.requests]
         probed = refused[longest]
         self._drafted[rows[probed]] = self._now
@@ -215,7 +216,7 @@ class ProbeClock:
         if not len(refused):
             self._now += 1
             self._drafted[rows[depth > 0]] = self._now
-            self._pause, self._since = self._first, 0
+            self._probes = self._since = 0
             return refused
         due = self.tick(cost)
         self._drafted[rows[depth > 0]] = self._now

@@ -1,0 +1,33 @@
+/* Committed tokens and their states, copied to where their pages lie; kept_states.py says what for, and has the same in
+ * numpy. In one call because it runs once a step, when a pass has just emptied the caches of everything else.
+ */
+#include <stdint.h>
+#include <string.h>
+
+struct kept {
+    const int64_t *table; /* [seats, pages_per_seat]; below 0: no page */
+    int64_t *lengths;     /* [seats]: tokens of each so far; advanced */
+    int64_t *ids;         /* [slots] */
+    uint8_t *taken;       /* [slots]: cleared where something is written */
+    char *states;         /* [slots, row_bytes]; unused if `row_bytes` is 0 */
+    int64_t pages_per_seat, page_size, slots, row_bytes;
+};
+
+/* Append `counts` tokens to each of `seats`, all one after the other. Returns their number; -1 if one has no page. */
+int64_t keep(const struct kept *k, const int64_t *seats, const int64_t *counts, int64_t requests,
+             const int64_t *token_ids, const char *states) {
+    int64_t token = 0;
+    for (int64_t r = 0; r < requests; r++) {
+        int64_t seat = seats[r];
+        for (int64_t i = 0; i < counts[r]; i++, token++) {
+            int64_t at = k->lengths[seat]++, stretch = at / k->page_size;
+            int64_t page = stretch < k->pages_per_seat ? k->table[seat * k->pages_per_seat + stretch] : -1;
+            int64_t slot = page * k->page_size + at % k->page_size;
+            if (page < 0 || slot >= k->slots) return -1;
+            k->ids[slot] = token_ids[token];
+            k->taken[slot] = 0;
+            memcpy(k->states + slot * k->row_bytes, states + token * k->row_bytes, k->row_bytes);
+        }
+    }
+    return token;
+}

@@ -1,0 +1,140 @@
+"""The target's states over committed tokens, kept by the slots of the pages that the tokens lie in.
+
+    | slot of a page       | id and states           | taken                                                   |
+    |----------------------|-------------------------|---------------------------------------------------------|
+    | of a committed token | there                   | whether a drafter has its own context of it in the page |
+    | others               | what a former text left | likewise                                                |
+
+So pages that requests share are shared with what is kept of them, and nothing need be freed: who writes a page again
+writes over it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dspark.models import huge_pages
+from dspark.models.native import compiled, native_wanted
+from dspark.models.paged_memory import PageTables
+
+SOURCE = Path(__file__).with_suffix(".c")
+_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Kept(ctypes.Structure):
+    """``struct kept`` of kept_states.c, field by field."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("table", "lengths", "ids", "taken", "states")),
+        *((name, _int64) for name in ("pages_per_seat", "page_size", "slots", "row_bytes")),
+    )
+
+
+class KeptStates:
+    """Tokens and states of all seats of ``tables``, in the first tokens' dtype and device; room is taken when they
+    come. ``native`` False keeps to numpy and PyTorch."""
+
+    def __init__(self, tables: PageTables, *, pages: int, native: bool = True) -> None:
+        self._table, self._page_size, self._slots = tables.ids.numpy(), tables.page_size, pages * tables.page_size
+        self.lengths: Int[np.ndarray, "seats"] = np.zeros(tables.seats, dtype=np.int64)  # tokens of each
+        self.taken: Bool[np.ndarray, "slots"] = np.zeros(self._slots, dtype=np.bool_)
+        self._ids: Int[Tensor, "slots"] | None = None
+        self._states: Float[Tensor, "slots features"] | None = None
+        self._library = _library() if native and native_wanted() else None
+        self._kept: _Kept | None = None
+
+    def append(
+        self,
+        seats: Sequence[int],
+        counts: Sequence[int],
+        token_ids: Int[Tensor, "tokens"],
+        states: Float[Tensor, "tokens features"] | None,
+    ) -> None:
+        """Keep ``counts[i]`` more tokens of seat ``seats[i]``, all seats one after the other; not taken yet."""
+        if self._ids is None:
+            self._make_room(token_ids, states)
+        where = np.array((seats, counts), dtype=np.int64)
+        if self._kept is not None and self._library is not None:
+            token_ids, states = token_ids.contiguous(), None if states is None else states.contiguous()
+            begin, from_states = where.__array_interface__["data"][0], 0 if states is None else states.data_ptr()
+            done = self._library.keep(
+                ctypes.byref(self._kept), begin, begin + where.strides[0], len(seats), token_ids.data_ptr(), from_states
+            )
+            assert done == len(token_ids), "a seat without pages for its tokens"
+            return
+        rows, sizes = where
+        slots = self.slots(rows, self.lengths[rows], sizes)
+        assert slots.min() >= 0, "a seat without pages for its tokens"
+        at = self._index(slots)
+        assert self._ids is not None
+        self._ids.index_copy_(0, at, token_ids)
+        if self._states is not None and states is not None:
+            self._states.index_copy_(0, at, states)
+        self.taken[slots] = False
+        self.lengths[rows] += sizes
+
+    def of(
+        self, slots: Int[np.ndarray, "tokens"]
+    ) -> tuple[Int[Tensor, "tokens"], Float[Tensor, "tokens features"] | None]:
+        """Ids and states of tokens that were kept."""
+        assert self._ids is not None
+        at = self._index(slots)
+        return self._ids[at], None if self._states is None else self._states[at]
+
+    def slots(
+        self, rows: Int[np.ndarray, "some"], starts: Int[np.ndarray, "some"], counts: Int[np.ndarray, "some"]
+    ) -> Int[np.ndarray, "tokens"]:
+        """Where tokens of seats lie, all pages one after the other: ``counts`` of each from ``starts`` on."""
+        owners = np.repeat(rows, counts)
+        positions = np.repeat(starts - (counts.cumsum() - counts), counts) + np.arange(len(owners))
+        return self._table[owners, positions // self._page_size] * self._page_size + positions % self._page_size
+
+    def sharing(self, rows: Int[np.ndarray, "some"]) -> Bool[np.ndarray, "some"]:
+        """Which of the seats ``rows`` have a page in use that another of them uses as well."""
+        stretches = -(-self.lengths[rows] // self._page_size)
+        pages = self._table[rows, : stretches.max(initial=0)]
+        used = np.arange(pages.shape[1]) < stretches[:, None]
+        holders = np.bincount(pages[used], minlength=1)
+        return (used & (holders[np.where(used, pages, 0)] > 1)).any(1)
+
+    def _index(self, slots: Int[np.ndarray, "tokens"]) -> Int[Tensor, "tokens"]:
+        assert self._ids is not None
+        return torch.from_numpy(slots).to(self._ids.device)
+
+    def _make_room(self, token_ids: Tensor, states: Tensor | None) -> None:
+        self._ids = token_ids.new_empty(self._slots, dtype=torch.long)
+        if states is not None:
+            self._states = states.new_empty(self._slots, states.shape[1])
+        if self._ids.device.type != "cpu" or self._library is None:
+            return
+        self._kept = _Kept(
+            self._table.__array_interface__["data"][0],
+            self.lengths.__array_interface__["data"][0],
+            self._ids.data_ptr(),
+            self.taken.__array_interface__["data"][0],
+            None if self._states is None else self._states.data_ptr(),
+            self._table.shape[1],
+            self._page_size,
+            self._slots,
+            0 if self._states is None else self._states.shape[1] * self._states.element_size(),
+        )
+        if self._states is not None:
+            huge_pages.before_use(self._states.data_ptr(), self._states.nbytes)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """kept_states.c; None without a working compiler."""
+    library = compiled(SOURCE, ())
+    if library is not None:
+        library.keep.argtypes = [ctypes.POINTER(_Kept), _pointer, _pointer, _int64, _pointer, _pointer]
+        library.keep.restype = _int64
+    return library
