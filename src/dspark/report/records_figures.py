@@ -159,7 +159,7 @@ def block_figure(cells: Sequence[Cell], temperature: float) -> Figure:
     if not kept:
         return absent("block", "4", title, why="No method with drafters of two block sizes.", command=RECIPE)
     rows = max(cell.made_for["rows"] for cell in kept)
-    shared = f" (with {rows} conversations a pass)" if rows > 1 else ""
+    shared = f" (with {rows} conversations a pass, a round checked up to its first rejection)" if rows > 1 else ""
     return Figure(
         key="block",
         number="4",
