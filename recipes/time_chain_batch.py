@@ -1,7 +1,8 @@
 """What a batched Eagle3 or MTP drafter saves over asking request by request: random weights of a real target's shape.
 
     python recipes/time_chain_batch.py [--drafter eagle3|mtp] [--model smollm2] [--requests 1,4,16] [--block 7] \
-        [--draft-vocab 12288] [--candidates 64] [--context 200] [--repeats 15] [--threads 1]
+        [--draft-vocab 12288] [--candidates 64] [--context 200] [--repeats 15] [--threads 1] \
+        [--dtype auto]
 
 Per number of requests, both forms in one process and in turn, medians over ``--repeats`` in milliseconds: a proposal of
 whole blocks for all requests, half of them greedy and half sampled, and taking in a round's outcome (two tokens a
@@ -141,9 +142,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=200, help="committed tokens of each request")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16 or float32")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    target = load_target(options.model)
+    target = load_target(options.model, dtype=options.dtype)
     drafter = random_drafter(options.drafter, target, options.model, options)
     print(f"{options.drafter}, {target.info.dtype}, block {drafter.block_size}; milliseconds: loop, batch, ratio")
     for requests in map(int, options.requests.split(",")):
