@@ -1,5 +1,6 @@
 /* The sequential stage over candidates, for many blocks in one call: which tokens each position chooses among, then the
- * draws, left to right. The reference is the plain form in sequential.py, and a test holds the two together.
+ * draws, left to right, and what confidence each draft has. The reference is the plain form in sequential.py, and a test
+ * holds the two together.
  *
  * Probabilities are fp32 and are the very numbers that the draw reads; sums over them are double.
  */

@@ -4,7 +4,7 @@ Blocks of many requests are drawn together; within each, left to right. Three eq
 paper's loop. Over candidates: only the M largest base logits of each position are corrected and all other tokens have
 probability exactly zero, which is as exact, because what is reported is what was drawn from. And the latter as one call
 of compiled C (``sequential.c``), where there is a compiler and the head is the vanilla one or none; elsewhere the plain
-form serves, which is its reference.
+form serves, which is its reference. The confidences come with the drafts, for they look at the same tokens before.
 """
 
 from __future__ import annotations
