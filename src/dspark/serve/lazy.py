@@ -17,38 +17,32 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.maths.shaping import Shaper
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
+from dspark.models.forwarding_batch import ForwardingBatch
 from dspark.models.kept_states import KeptStates
 from dspark.models.paged_memory import PageTables
 
 
-class LazyDrafter:
+class LazyDrafter(ForwardingBatch):
     """``inner``, fed late. With ``postpones`` False it is fed at once, and nothing is kept: for engines that draft for
     everybody at every step."""
 
     def __init__(self, inner: BatchDrafter, *, postpones: bool = True) -> None:
-        self.inner = inner
-        self.name, self.block_size = inner.name, inner.block_size
-        self.taps, self.has_confidence = inner.taps, inner.has_confidence
+        super().__init__(inner)
         self._postpones = postpones and inner.block_size > 0
 
     def attach(self, tables: PageTables, *, pages: int, max_len: int) -> None:
         """See :class:`BatchDrafter`."""
-        self.inner.attach(tables, pages=pages, max_len=max_len)
+        super().attach(tables, pages=pages, max_len=max_len)
         self._kept = KeptStates(tables, pages=pages if self._postpones else 0)
         self._fed = np.zeros(tables.seats, dtype=np.int64)  # of the kept tokens of each seat, taken in for it
-
-    def open(self, seat: int, *, shaper: Shaper | None) -> None:
-        """See :class:`BatchDrafter`."""
-        self.inner.open(seat, shaper=shaper)
 
     def resume(self, seat: int, token_ids: Sequence[int]) -> None:
         """See :class:`BatchDrafter`; what the other request's drafter did not take in of them, this one's will."""
         if self._postpones:
             self._kept.lengths[seat] = len(token_ids)
         else:
-            self.inner.resume(seat, token_ids)
+            super().resume(seat, token_ids)
 
     def extend(
         self,
@@ -61,18 +55,18 @@ class LazyDrafter:
         if self._postpones:
             self._kept.append(seats, counts, token_ids, features)
         else:
-            self.inner.extend(seats, counts, token_ids, features)
+            super().extend(seats, counts, token_ids, features)
 
     def propose(self, asks: Sequence[DraftAsk]) -> BatchProposal:
         """See :class:`BatchDrafter`."""
         if self._postpones:
             self.catch_up([ask.seat for ask in asks])
-        return self.inner.propose(asks)
+        return super().propose(asks)
 
     def close(self, seat: int) -> None:
         """See :class:`BatchDrafter`."""
         self._kept.lengths[seat] = self._fed[seat] = 0
-        self.inner.close(seat)
+        super().close(seat)
 
     def behind(self, seat: int) -> int:
         """Committed tokens of ``seat`` that are not taken in for it."""
@@ -95,7 +89,7 @@ class LazyDrafter:
             return
         counts = kept.lengths[rows] - self._fed[rows]
         slots = kept.slots(rows, self._fed[rows], counts)
-        self.inner.extend(rows.tolist(), counts.tolist(), *kept.of(slots))
+        super().extend(rows.tolist(), counts.tolist(), *kept.of(slots))
         kept.taken[slots] = True
         self._fed[rows] = kept.lengths[rows]
 
@@ -106,5 +100,5 @@ class LazyDrafter:
         missing = np.flatnonzero(~kept.taken[slots])
         count = int(missing[0]) if len(missing) else len(slots)
         if count:
-            self.inner.resume(seat, kept.of(slots[:count])[0].tolist())
+            super().resume(seat, kept.of(slots[:count])[0].tolist())
             self._fed[seat] = count
