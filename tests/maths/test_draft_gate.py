@@ -185,6 +185,8 @@ def test_a_refusal_holds_for_some_steps_and_not_where_drafts_may_pay_again() -> 
     assert [refusals.holds(count) for count in (4, 5, 4, 4)] == [True, True, True, False]
     refusals.refuse(4)
     assert not refusals.holds(3) and refusals.holds(4)  # fewer requests are looked at anew
+    refusals.refuse(16)
+    assert refusals.holds(14) and not refusals.holds(13)  # but not for one of many that ended
     refusals.end()
     assert not refusals.holds(4)
 

@@ -116,6 +116,50 @@ def test_what_is_only_guessed_is_tried_on_a_few() -> None:
     assert drafted == [4, 4, 4, 4, 12, 12]
 
 
+class Watched:
+    """An engine's answers, passes, tokens that its drafter took in, and looks of its gate; all that it was asked."""
+
+    def __init__(self, scheduler: str, costs: StepCosts, *, seats: int) -> None:
+        config = EngineConfig(seats=seats, scheduler=scheduler, memory_mib=1, max_len=64, prefill_tokens=32)
+        self.engine = Engine(tiny_target("llama"), tiny_drafter("llama", "dspark"), config=config, costs=costs)
+        self.fed = self.looks = 0
+        self._extend, self._gate = self.engine.drafter.inner.extend, self.engine.planner._gate
+        self.engine.drafter.inner.extend = self.extend  # type: ignore[method-assign]
+        self.engine.planner._gate = self.gate  # type: ignore[method-assign]
+
+    def extend(self, seats: Any, counts: Any, token_ids: torch.Tensor, features: Any) -> None:
+        self.fed += len(token_ids)
+        self._extend(seats, counts, token_ids, features)
+
+    def gate(self, *asked: Any) -> Any:
+        self.looks += 1
+        return self._gate(*asked)
+
+    def run(self) -> dict[str, list[int]]:
+        for i in range(12):
+            self.engine.add(GenerationRequest(request_id=f"{i}", prompt_ids=(1 + i, 2), max_new_tokens=40))
+        found: dict[str, list[int]] = {}
+        while self.engine.has_work:
+            for event in self.engine.step():
+                found.setdefault(event.request_id, []).extend(event.token_ids)
+        return found
+
+
+@pytest.mark.parametrize("scheduler", ["greedy", "lagged"])
+def test_a_busy_engine_that_refuses_gives_its_drafter_nothing_to_do(scheduler: str) -> None:
+    """Rows are dear: no draft, nothing taken in, a look every few steps; what is written is what an engine that knows
+    of no drafts writes, in as many passes."""
+    seats = 6
+    passes = (0.001 + 1.0 * np.arange(seats * (1 + BLOCK) + 33))[None]
+    dear = StepCosts(contexts=(100,), passes=passes, drafts=np.full((seats + 1, BLOCK + 1), 0.5))
+    plain, refusing = (Watched(name, dear, seats=seats) for name in ("none", scheduler))
+    assert plain.run() == refusing.run()
+    stats = refusing.engine.stats()
+    assert stats.steps == plain.engine.stats().steps and stats.drafted_steps == refusing.fed == 0
+    assert stats.rounds == plain.engine.stats().rounds == 12 * 39
+    assert 0 < refusing.looks <= 2 + stats.steps // 8 and plain.looks == 0
+
+
 @pytest.mark.parametrize("scheduler", [GreedyBatch(np.ones(99)), LaggedBatch(np.ones(99), block_size=BLOCK)])
 def test_survivals_so_far_stand_in_for_missing_confidences(scheduler: Any) -> None:
     one = planner(Scripted(None), scheduler, costs=costs(0.0))

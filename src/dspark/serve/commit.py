@@ -98,7 +98,7 @@ class Commit:
     def _append_one(self, judged: Judged, accepted: int, next_token: int, logits: Tensor | None, first: int) -> Outcome:
         """A round's new tokens; ``first`` is the request's first row of ``logits``."""
         flight, drafts = judged.flight, judged.drafts
-        outcome = take_in(flight, [*drafts[:accepted], next_token])
+        outcome = take_in(flight, (*drafts[:accepted], next_token))
         run = outcome.token_ids
         if flight.shaper is not None:
             flight.shaper.commit(run)
@@ -107,9 +107,10 @@ class Commit:
             outcome.logprobs = tuple(row_logprobs(logits[first : first + len(run)], run, top=top))
         if flight.request.prompt_logprobs is not None and flight.output_len == len(run):
             outcome.prompt_logprobs = tuple(flight.prompt_logprobs)
-        outcome.drafted, outcome.verify_len = len(drafts), judged.verify_len
-        outcome.accepted = min(accepted, len(run))
-        outcome.rejected_ids = tuple(drafts[outcome.accepted : judged.verify_len])
+        if drafts:
+            outcome.drafted, outcome.verify_len = len(drafts), judged.verify_len
+            outcome.accepted = min(accepted, len(run))
+            outcome.rejected_ids = tuple(drafts[outcome.accepted : judged.verify_len])
         return outcome
 
     def _tell_prompts(self, batch: StepBatch, output: StepOutput) -> None:

@@ -68,25 +68,24 @@ def take_in(flight: Flight, run: Sequence[int]) -> Outcome:
     string that is complete before ``min_tokens`` counts no more than a stop token does.
     """
     outcome = Outcome(flight=flight)
-    kept: list[int] = []
     watched = flight.text if flight.text is not None and flight.text.watches else None
-    pieces: list[str] = []
+    kept, pieces, stops = list(run), list[str](), flight.stops
     before, least = flight.output_len, flight.request.sampling.min_tokens
-    for token in run:
-        kept.append(token)
-        if token in flight.stops:
+    for i, token in enumerate(run, start=1):
+        if token in stops:
             outcome.finish_reason, outcome.stop_reason = "stop", token
-            break
-        if watched is not None:
-            push = watched.push_unwatched if before + len(kept) < least else watched.push
+        elif watched is not None:
+            push = watched.push_unwatched if before + i < least else watched.push
             pieces.append(push(token))
             if watched.stopped is not None:
                 outcome.finish_reason, outcome.stop_reason = "stop", watched.stopped
-                break
+        if outcome.finish_reason is not None:
+            del kept[i:]
+            break
     flight.ids += kept
     assert len(flight.ids) <= flight.room, "more tokens than there is room for"
     if outcome.finish_reason is None and len(flight.ids) == flight.room:
-        full = flight.output_len == flight.request.max_new_tokens
+        full = before + len(kept) == flight.request.max_new_tokens
         outcome.finish_reason = "length" if full else "context"
     if watched is not None:
         if outcome.finish_reason is not None and watched.stopped is None:
@@ -94,5 +93,5 @@ def take_in(flight: Flight, run: Sequence[int]) -> Outcome:
             if watched.stopped is not None:
                 outcome.finish_reason, outcome.stop_reason = "stop", watched.stopped
         outcome.text = "".join(pieces)
-    outcome.token_ids, outcome.completion_tokens, outcome.cached = tuple(kept), flight.output_len, flight.cached
+    outcome.token_ids, outcome.completion_tokens, outcome.cached = tuple(kept), before + len(kept), flight.cached
     return outcome
