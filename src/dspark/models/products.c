@@ -1,9 +1,9 @@
 /* Products of states with packed weights, for a team of threads: each thread has columns of its own.
  *
- * Weights of bfloat16 lie in the library's own packing, [out / 64][in / 2][64][2], and are added up in its order, piece by
- * piece, so that a row has the bits that the library gives it (short_pass.py finds out both by trial). Weights of eight
- * bits lie likewise, [out / 64][in / 4][64][4] (eight_bit.py, the reference of the arithmetic). Either way a row's numbers
- * depend on the row alone.
+ * Weights of bfloat16 lie in the library's own packing, [out / 64][in / 2][64][2], and are added up in its order, piece
+ * by piece, so that a row has the bits that the library gives it (compiled_products.py finds out both by trial). Weights
+ * of eight bits lie likewise, [out / 64][in / 4][64][4] (eight_bit.py has the reference of the arithmetic). Either way a
+ * row's numbers depend on the row alone.
  */
 #include <immintrin.h>
 

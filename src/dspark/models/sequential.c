@@ -44,8 +44,8 @@ struct sequential {
     int64_t *support;       /* out [requests, block, candidates]: target ids, largest base logit first */
     float *probs;           /* out [requests, block, candidates] */
     int64_t *tokens;        /* out [requests, 1 + block]: target ids, the anchor first; 0 where nothing is drafted */
-    const void *hidden;     /* [rows, states]: states of the positions; read for confidences alone, as are the next three */
-    const float *weight;    /* [states], and [rank] more if the confidence looks at the token before; null: none wanted */
+    const void *hidden;     /* [rows, states]: states of the positions; read for confidences alone, as is ``weight`` */
+    const float *weight;    /* [states], and [rank] more if they look at the token before; null: none are wanted */
     float *confidence;      /* out [requests, block] in 0..1; 0 behind each request's own positions */
     int64_t count, block, width, rank, candidates, states;
     int64_t half;           /* whether w2 is bfloat16, else float */
@@ -272,7 +272,8 @@ static void judge(const struct sequential *s, int64_t n) {
     const struct request *r = s->requests + n;
     int64_t bytes = s->states * (s->half_states ? 2 : 4);
     for (int64_t k = 0; k < r->count; k++) {
-        float z = s->bias + weighted((const char *)s->hidden + (r->first + k) * bytes, (int)s->half_states, s->weight, s->states);
+        const char *states = (const char *)s->hidden + (r->first + k) * bytes;
+        float z = s->bias + weighted(states, (int)s->half_states, s->weight, s->states);
         if (s->looks_back)
             z += weighted(s->w1 + s->tokens[n * (s->block + 1) + k] * s->rank, 0, s->weight + s->states, s->rank);
         s->confidence[n * s->block + k] = 1.0f / (1.0f + expf(-z));
@@ -280,11 +281,12 @@ static void judge(const struct sequential *s, int64_t n) {
 }
 
 /* Choose the candidates of position ``k`` of block ``n`` into ``chosen``. */
-static void choose_position(const struct sequential *s, int64_t n, int64_t k, uint64_t *chosen, uint64_t *keys, float *tops) {
+static void choose_position(const struct sequential *s, int64_t n, int64_t k, uint64_t *chosen, uint64_t *keys,
+                            float *tops) {
     const struct request *r = s->requests + n;
-    int64_t bytes = s->rank * (s->half ? 2 : 4);
-    if (r->half) choose((const uint16_t *)r->base + k * s->width, 1, s->width, s->candidates, keys, keys + s->width, tops);
-    else choose((const float *)r->base + k * s->width, 0, s->width, s->candidates, keys, keys + s->width, tops);
+    int64_t width = s->width, count = s->candidates, bytes = s->rank * (s->half ? 2 : 4);
+    if (r->half) choose((const uint16_t *)r->base + k * width, 1, width, count, keys, keys + width, tops);
+    else choose((const float *)r->base + k * width, 0, width, count, keys, keys + width, tops);
     memcpy(chosen, keys, s->candidates * sizeof *keys);
     for (int64_t i = 0; s->w2 && i < s->candidates; i++) /* the rows are scattered: ask for them before they are needed */
         for (int64_t j = 0; j < bytes; j += 64) __builtin_prefetch((const char *)s->w2 + column_of(keys[i]) * bytes + j);
