@@ -13,8 +13,8 @@ prompts that are too long, and floods of more requests than there is room for. C
 - afterwards nothing runs or waits, no page is held, and memory is flat: its median over the last third of the time is
   no more than 5 % and 64 MiB above that of the third before it.
 
-torch keeps the compiled products of a thousand shapes on a CPU, 0.6 MB each, and a server meets new shapes for an hour.
-That would hide a leak, so these caches are kept small here.
+torch keeps a compiled product of every shape on a CPU, 0.6 MB each; products run over rounded numbers of rows
+(`dspark.models.linear.filled_rows`), so that a server has met all of its shapes within the first minutes.
 
 Prints one JSON object; exit code 1 if anything failed.
 """
@@ -25,7 +25,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import statistics
 import sys
@@ -324,8 +323,6 @@ def main() -> int:
     for option in args.serve:
         name, equals, value = option.partition("=")
         options += [f"--{name}", value] if equals else [f"--{name}"]
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, "32")
     with started("soak", options) as served:
         report = asyncio.run(soak(served, args, args.seats + args.waiting))
     text = json.dumps(report, indent=2)
