@@ -187,6 +187,10 @@ def test_a_refusal_holds_for_some_steps_and_not_where_drafts_may_pay_again() -> 
     assert not refusals.holds(3) and refusals.holds(4)  # fewer requests are looked at anew
     refusals.refuse(16)
     assert refusals.holds(14) and not refusals.holds(13)  # but not for one of many that ended
+    for _ in range(2):  # or came
+        assert refusals.holds(16)
+        refusals.come()
+    assert not refusals.holds(16)
     refusals.end()
     assert not refusals.holds(4)
 

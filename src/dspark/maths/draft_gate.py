@@ -139,16 +139,20 @@ def _grid(most: int) -> list[int]:
 class Refusals:
     """Keeps a refusal of all drafts for a few steps: on a busy machine the next step looks like this one.
 
-    It ends early when an eighth of the requests have gone, for with fewer of them drafts may pay, and when a drafted
-    round has been committed. (On a busy machine one or two requests end in most steps, and others take their seats.)
+    It ends early when an eighth of the requests have gone or are new, for with fewer or others drafts may pay, and when
+    a drafted round has been committed. (On a busy machine a request or two come and go in most steps.)
     """
 
     def __init__(self, *, steps: int = 8) -> None:
-        self._steps, self._left, self._requests = steps, 0, 0
+        self._steps, self._left, self._requests, self._new = steps, 0, 0, 0
 
     def refuse(self, requests: int) -> None:
         """All drafts of a step of so many requests were refused."""
-        self._left, self._requests = self._steps, requests
+        self._left, self._requests, self._new = self._steps, requests, 0
+
+    def come(self) -> None:
+        """A new request has taken a seat."""
+        self._new += 1
 
     def end(self) -> None:
         """Decide anew in the next step."""
@@ -156,7 +160,7 @@ class Refusals:
 
     def holds(self, requests: int) -> bool:
         """Whether the next step, of so many requests, is refused without a look; counts it if so."""
-        if not self._left or 8 * requests < 7 * self._requests:
+        if not self._left or 8 * requests < 7 * self._requests or 8 * self._new >= self._requests:
             return False
         self._left -= 1
         return True

@@ -102,6 +102,7 @@ class DraftPlanner:
         """A request takes ``seat``."""
         self.history.open(seat)
         self._clock.open(seat)
+        self._refusals.come()
 
     def plan(self, flights: list[Flight], *, other_tokens: int) -> Drafting:
         """Draft for some of the decoding ``flights`` and choose what to verify; ``other_tokens`` share the pass."""
