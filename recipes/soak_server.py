@@ -14,7 +14,7 @@ prompts that are too long, and floods of more requests than there is room for. C
   no more than 5 % and 64 MiB above that of the third before it.
 
 torch keeps a compiled product of every shape on a CPU, 0.6 MB each; products run over rounded numbers of rows
-(`dspark.models.linear.filled_rows`), so that a server has met all of its shapes within the first minutes.
+(`dspark.models.linear.filled_rows`), so that a server has soon met all of its shapes.
 
 Prints one JSON object; exit code 1 if anything failed.
 """
