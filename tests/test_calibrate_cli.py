@@ -56,7 +56,7 @@ def generate(folder: Path, drafter: str, *more: object, code: int = 0) -> str:
 
 
 def test_a_head_is_calibrated_and_obeyed(folder: Path) -> None:
-    out = calibrated(folder, "head", "--sglang", folder / "sts.json", "--method", "sts")
+    out = calibrated(folder, "head", "--sglang", folder / "sts.json", "--method", "sts", "--max-new-tokens", 48)
     found = Calibration.read(out)
     assert found.method == "sts" and found.biases == ()
     assert found.block_size == BLOCK == len(found.sts_temperatures) and found.estimator is None
@@ -71,7 +71,7 @@ def test_records_are_calibrated_without_playing_anything(folder: Path) -> None:
     pair = ("--model", folder / "model", "--drafter", folder / "head")
     run(
         *("eval", *pair, "--dtype", "float32", "--prompts", folder / "prompts.jsonl", "--out", folder / "records"),
-        *("--temperature", 1, "--max-new-tokens", 96, "--rows", 6, "--no-undrafted"),
+        *("--temperature", 1, "--max-new-tokens", 40, "--rows", 6, "--no-undrafted"),
     )
     out, records = folder / "recorded.json", ("--records", folder / "records")
     shown = run("calibrate", *pair, "--temperature", 1, *records, "--out", out)
