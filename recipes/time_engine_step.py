@@ -138,17 +138,17 @@ class Loop:
         seconds = sum(step.seconds for step in steps)
         proposed = sum(stats.proposed_at) - sum(self.counted.proposed_at)
         verified = sum(stats.verified_at) - sum(self.counted.verified_at)
-        plain = [step.host for step in steps if step.plain]
+        plain = [step for step in steps if step.plain]
         return {
             "tokens_per_second": sum(step.tokens for step in steps) / seconds,
-            "first_token": statistics.median(self.waits) if self.waits else float("nan"),
+            "first_token": _median(self.waits),
             "step_ms": 1e3 * seconds / len(steps),
             "target_ms": 1e3 * sum(step.target for step in steps) / len(steps),
             "drafter_ms": 1e3 * sum(step.drafter for step in steps) / len(steps),
             "host_ms": 1e3 * sum(step.host for step in steps) / len(steps),
-            "plain_ms": 1e3 * statistics.median(step.seconds for step in steps if step.plain),
-            "plain_target_ms": 1e3 * statistics.median(step.target for step in steps if step.plain),
-            "host_median_ms": 1e3 * statistics.median(plain) if plain else float("nan"),
+            "plain_ms": 1e3 * _median([step.seconds for step in plain]),
+            "plain_target_ms": 1e3 * _median([step.target for step in plain]),
+            "host_median_ms": 1e3 * _median([step.host for step in plain]),
             "drafted_steps": (stats.drafted_steps - self.counted.drafted_steps) / len(steps),
             "proposed": proposed / len(steps),
             "verified": verified / len(steps),
@@ -208,6 +208,10 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         found[way]["median_ratio"] = float(np.median(ratios))
         found[way]["ratio"] = found[way]["tokens_per_second"] / found[options.ways[0]]["tokens_per_second"]
     return found
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else float("nan")
 
 
 def _rate(loop: Loop, i: int, group: int) -> float:

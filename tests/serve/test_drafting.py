@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dspark.maths.estimator import Estimator, draft_features
 from dspark.maths.step_costs import StepCosts
 from dspark.models.batch_drafter import BatchProposal, DraftAsk
 from dspark.schedule_files import Calibration
+from dspark.serve import costs as costs_module
 from dspark.serve.confidences import Confidences
 from dspark.serve.costs import measure_costs
 from dspark.serve.drafting import DraftPlanner, make_planner
@@ -305,6 +307,22 @@ def test_costs_are_measured_on_the_engines_own_seats_and_everything_is_given_bac
     engine.step()
     with pytest.raises(ConfigError, match="in flight"):
         measure_costs(target, engine.drafter, engine.roster, prefill_tokens=8)
+
+
+def test_a_busy_moment_of_the_machine_meets_no_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Medians of runs in a row would have called the middle size as dear as the large one, and flat what rises."""
+    clock, ran = [0.0], list[int]()
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock[0])
+
+    def run(size: int) -> None:
+        ran.append(size)
+        clock[0] += 0.01 * size * (5 if 3 <= len(ran) <= 6 else 1)
+
+    found = costs_module.least_seconds({size: partial(run, size) for size in (1, 2, 4)})
+    assert found == pytest.approx({1: 0.01, 2: 0.02, 4: 0.04}) and ran[:6] == [1, 2, 4] * 2
+    ran.clear()
+    costs_module.least_seconds({100: partial(run, 100)})
+    assert ran == [100, 100], "what takes a second is not run four times"
 
 
 @pytest.mark.parametrize("scheduler", ["greedy", "lagged"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ def costs_of(profile: Profile, *, seats: int, block_size: int, prefill_tokens: i
 def measure_costs(target: Target, drafter: BatchDrafter, roster: Roster, *, prefill_tokens: int) -> StepCosts:
     """Time passes of 1 token to a full step, and drafting for 1 request to all seats, on an engine's free seats.
 
-    Medians of a few repeats each: good enough to tell what pays from what does not. A profile is better. Everything is
-    given back; raises :class:`ConfigError` if requests are in flight.
+    The least of a few repeats each: good enough to tell what pays from what does not. A profile is better. Everything
+    is given back; raises :class:`ConfigError` if requests are in flight.
     """
     if roster.running:
         raise ConfigError("costs are measured on free seats, and requests are in flight; measure before serving")
@@ -49,13 +49,15 @@ def measure_costs(target: Target, drafter: BatchDrafter, roster: Roster, *, pref
     most = seats * (1 + block) + prefill_tokens
     bench = _Bench(target, drafter, roster, most_tokens=most)
     try:
-        passes = _rising({size: bench.time_pass(size) for size in _sizes(min(most, bench.room))})
+        sizes = _sizes(min(most, bench.room))
+        passes = _rising(least_seconds({size: partial(bench.run_pass, size) for size in sizes}))
         drafts: dict[int, float] = {}
         depths: dict[int, float] = {}
         if block:
-            drafts = _rising({count: bench.time_draft(count, block) for count in _sizes(bench.seats)})
+            counts = _sizes(bench.seats)
+            drafts = _rising(least_seconds({count: partial(bench.run_draft, count, block) for count in counts}))
             whole = drafts[bench.seats]
-            seconds = {depth: bench.time_draft(bench.seats, depth) for depth in _sizes(block)[:-1]}
+            seconds = least_seconds({d: partial(bench.run_draft, bench.seats, d) for d in _sizes(block)[:-1]})
             depths = {depth: each / whole for depth, each in _rising({**seconds, block: whole}).items()}
     finally:
         bench.close()
@@ -105,7 +107,7 @@ class _Bench:
         self._per_seat = min(room, per_seat * pages.page_size - roster.scratch) - self._context
         self.room = self.seats * max(1, self._per_seat)  # tokens of the largest pass
         self._pages: list[int] = []
-        self._drafted = 0  # tokens each seat's drafter took in behind the context
+        self._drafted = 0  # tokens that some seat's drafter took in behind the context, at most
         for seat in range(self.seats):
             given = pages.take(per_seat)
             assert given is not None, "counted above"
@@ -137,14 +139,14 @@ class _Bench:
         for seat in seats:
             memory.rollback(seat, self._context)
 
-    def time_pass(self, tokens: int) -> float:
-        """Median seconds of a pass of ``tokens`` tokens, dealt to the seats as evenly as they go."""
+    def run_pass(self, tokens: int) -> None:
+        """A pass of ``tokens`` tokens, dealt to the seats as evenly as they go."""
         each, more = divmod(tokens, min(tokens, self.seats))
         counts = [each + (i < more) for i in range(min(tokens, self.seats))]
-        return _median(lambda: self._pass(range(len(counts)), counts))
+        self._pass(range(len(counts)), counts)
 
-    def time_draft(self, requests: int, depth: int) -> float:
-        """Median seconds to draft for ``requests`` requests, and for two tokens of each to be taken in."""
+    def run_draft(self, requests: int, depth: int) -> None:
+        """Draft for ``requests`` requests, and let two tokens of each be taken in."""
         width = len(self._drafter.taps) * self._target.info.hidden_size
         features = torch.zeros(2 * requests, width, dtype=self._target.info.dtype, device=self._target.info.device)
         sampling, generator = SamplingParams(temperature=1.0), torch.Generator().manual_seed(0)
@@ -152,17 +154,11 @@ class _Bench:
             DraftAsk(seat=seat, anchor=0, sampling=sampling, generator=generator, limit=depth)
             for seat in range(requests)
         ]
-        grows = self._context + self._drafted + 2 * (REPEATS + 1) <= self._context + self._per_seat
-
-        def once() -> None:
-            self._drafter.propose(asks).draft_tokens.tolist()
-            if grows:
-                seats = list(range(requests))
-                self._drafter.extend(seats, [2] * requests, self._ids(2 * requests), features if width else None)
-
-        seconds = _median(once)
-        self._drafted += 2 * (REPEATS + 1) * grows
-        return seconds
+        self._drafter.propose(asks).draft_tokens.tolist()
+        if self._drafted + 2 <= self._per_seat:
+            seats = list(range(requests))
+            self._drafter.extend(seats, [2] * requests, self._ids(2 * requests), features if width else None)
+            self._drafted += 2
 
     def close(self) -> None:
         """Free everything."""
@@ -174,13 +170,15 @@ class _Bench:
         roster.pages.give_back(self._pages, forget=True)
 
 
-def _median(run: Callable[[], None]) -> float:
-    """Median seconds of a few runs after one that warms up; of a slow one, which needs no warming, fewer."""
-    seconds: list[float] = []
-    for repeat in range(REPEATS + 1):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-        if repeat and sum(seconds) > SLOW_SECONDS:
-            break
-    return statistics.median(seconds[1:])
+def least_seconds(runs: Mapping[int, Callable[[], None]]) -> dict[int, float]:
+    """Least seconds of a few runs of each, a round of all after the other: what else the machine does only adds, and
+    comes and goes, so it meets no size alone. The first round warms up; what is slow runs less often."""
+    seconds: dict[int, list[float]] = {size: [] for size in runs}
+    for _ in range(REPEATS + 1):
+        for size, run in runs.items():
+            if len(seconds[size]) > 1 and sum(seconds[size]) > SLOW_SECONDS:
+                continue
+            start = time.perf_counter()
+            run()
+            seconds[size].append(time.perf_counter() - start)
+    return {size: min(each[1:]) for size, each in seconds.items()}
