@@ -149,12 +149,14 @@ class Watched:
 
 @pytest.mark.parametrize("scheduler", ["greedy", "lagged"])
 def test_a_busy_engine_that_refuses_gives_its_drafter_nothing_to_do(scheduler: str) -> None:
-    """Rows are dear: no draft, nothing taken in, a look every few steps; what is written is what an engine that knows
-    of no drafts writes, in as many passes."""
+    """Rows and drafting are dear: no draft, nothing taken in, a look every few steps; what is written is what an
+    engine that knows of no drafts writes, in as many passes."""
     seats = 6
     passes = (0.001 + 1.0 * np.arange(seats * (1 + BLOCK) + 33))[None]
-    dear = StepCosts(contexts=(100,), passes=passes, drafts=np.full((seats + 1, BLOCK + 1), 0.5))
+    dear = StepCosts(contexts=(100,), passes=passes, drafts=np.full((seats + 1, BLOCK + 1), 50.0))
     plain, refusing = (Watched(name, dear, seats=seats) for name in ("none", scheduler))
+    for _ in range(3):  # rounds enough: what nobody knows yet is probed at any price
+        refusing.engine.planner.history.observe(np.arange(seats), np.zeros((seats, BLOCK)))
     assert plain.run() == refusing.run()
     stats = refusing.engine.stats()
     assert stats.steps == plain.engine.stats().steps and stats.drafted_steps == refusing.fed == 0

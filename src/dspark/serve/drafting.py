@@ -163,13 +163,14 @@ class DraftPlanner:
         )
 
     def _probe_cost(self, requests: int) -> float:
-        """What a probe beside so many plain requests takes, in steps: drafting, and a pass with all of its drafts."""
+        """What a probe beside so many plain requests takes, in steps: drafting (of its drafts those are verified that
+        pay). Nothing while next to nothing is known: then a probe may be worth a server's whole gain."""
+        if self.history.rounds < FIRST_ROUNDS:
+            return 0.0
         if requests not in self._probes:
             assert self.costs is not None
-            probed = min(self._clock.requests, requests)
-            curve = self.costs.passes[0]
-            spent = self.costs.drafting(probed, self._block) + curve[requests + probed * self._block] - curve[requests]
-            self._probes[requests] = float(spent / curve[requests])
+            spent = self.costs.drafting(min(self._clock.requests, requests), self._block)
+            self._probes[requests] = spent / float(self.costs.passes[0, requests])
         return self._probes[requests]
 
     def _judged(self, requests: int, other_tokens: int, context: float) -> Float[np.ndarray, "tokens_plus_1"] | None:
