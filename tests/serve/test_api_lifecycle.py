@@ -35,6 +35,7 @@ def eventually(what: Callable[[], Any], *, seconds: float = 5.0) -> None:
 
 
 def outcomes(server: Running) -> dict[str, float]:
+    """Requests by how they ended, each counted a moment behind its reply."""
     return {
         outcome: server.service.metrics.requests.labels("chat", outcome)._value.get()
         for outcome in ("answered", "disconnected", "timeout", "stopping", "overloaded")
@@ -54,7 +55,8 @@ def test_a_client_that_leaves_frees_its_seats(streamed: bool) -> None:
             except httpx.ReadTimeout:
                 assert not streamed
         eventually(lambda: not engine.running and server.service.in_flight == 0)
-        assert engine.finished["cancelled"] == 3 and outcomes(server)["disconnected"] == 1
+        assert engine.finished["cancelled"] == 3
+        eventually(lambda: outcomes(server)["disconnected"] == 1)
 
 
 def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
@@ -85,7 +87,8 @@ def test_a_flood_gets_429_and_hangs_nobody() -> None:
         assert time.monotonic() - started < 10
         codes = [reply.status_code for reply in replies]
         assert set(codes) == {200, 429} and 4 <= codes.count(200) < 25
-        assert engine.finished["length"] == codes.count(200) == outcomes(server)["answered"]
+        assert engine.finished["length"] == codes.count(200)
+        eventually(lambda: outcomes(server)["answered"] == codes.count(200))
         for reply in replies:
             if reply.status_code == 429:
                 assert int(reply.headers["retry-after"]) >= 1 and reply.json()["error"]["code"] == "rate_limit_exceeded"
@@ -124,7 +127,7 @@ def test_a_request_has_its_time(streamed: bool) -> None:
         else:
             assert reply.json()["error"]["code"] == "timeout" and reply.headers["x-should-retry"] == "false"
         eventually(lambda: not engine.running)
-        assert outcomes(server)["timeout"] == 1 + streamed
+        eventually(lambda: outcomes(server)["timeout"] == 1 + streamed)
 
 
 def test_stopping_finishes_what_is_under_way() -> None:
