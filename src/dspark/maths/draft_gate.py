@@ -33,6 +33,8 @@ from dspark.maths.step_costs import StepCosts
 
 Lens = Int[np.ndarray, "requests"]
 
+FIRST_ROUNDS, FIRST_REQUESTS = 16, 4  # until so many rounds are known, so many requests at most are drafted for
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GateChoice:
@@ -136,6 +138,14 @@ def _grid(most: int) -> list[int]:
     return [most, *reversed(powers)]
 
 
+def first_few(depth: Lens, *, known_rounds: int) -> Lens:
+    """``depth``, for four requests at most until sixteen rounds are known: what is only guessed is tried on a few."""
+    if known_rounds < FIRST_ROUNDS:
+        depth = depth.copy()
+        depth[np.flatnonzero(depth)[FIRST_REQUESTS:]] = 0
+    return depth
+
+
 class Refusals:
     """Keeps a refusal of all drafts for a few steps: on a busy machine the next step looks like this one.
 
@@ -226,3 +236,12 @@ class ProbeClock:
         due = self.tick(cost)
         self._drafted[rows[depth > 0]] = self._now
         return self.probe(rows, refused) if due else refused[:0]
+
+
+def probe_cost(costs: StepCosts, clock: ProbeClock, *, requests: int, known_rounds: int) -> float:
+    """What a probe of ``clock`` beside so many plain requests takes, in steps: drafting (of its drafts those are
+    verified that pay). Nothing while next to nothing is known: then a probe may be worth a server's whole gain."""
+    if known_rounds < FIRST_ROUNDS:
+        return 0.0
+    spent = costs.drafting(min(clock.requests, requests), costs.drafts.shape[1] - 1)
+    return spent / float(costs.passes[0, requests])

@@ -51,12 +51,7 @@ class StepCosts:
         just where they hold prompts up: next to a long pass any draft is a small share, and still it costs more time
         than the tokens that plain steps would write in it.
         """
-        curve = self.curve(context)
-        if not other_tokens:
-            return curve
-        seconds = curve[other_tokens:] - (curve[other_tokens + requests] - curve[requests])
-        seconds[:requests] = curve[:requests]
-        return np.maximum(seconds, seconds[requests], out=seconds, where=np.arange(len(seconds)) >= requests)
+        return own_seconds(self.curve(context), other_tokens=other_tokens, requests=requests)
 
     def sps(
         self, *, context: float, other_tokens: int, requests: int, draft_seconds: float
@@ -66,6 +61,17 @@ class StepCosts:
         seconds = self.own(context=context, other_tokens=other_tokens, requests=requests) + draft_seconds
         seconds[:1] = np.inf
         return 1.0 / seconds
+
+
+def own_seconds(
+    curve: Float[np.ndarray, "tokens_plus_1"], *, other_tokens: int, requests: int
+) -> Float[np.ndarray, "more_tokens_plus_1"]:
+    """:meth:`StepCosts.own` of one curve."""
+    if not other_tokens:
+        return curve
+    seconds = curve[other_tokens:] - (curve[other_tokens + requests] - curve[requests])
+    seconds[:requests] = curve[:requests]
+    return np.maximum(seconds, seconds[requests], out=seconds, where=np.arange(len(seconds)) >= requests)
 
 
 def convex_from(seconds: Float[np.ndarray, "tokens_plus_1"], start: int) -> Float[np.ndarray, "tokens_plus_1"]:

@@ -2,7 +2,7 @@
 
 gate       before drafting, from committed rounds: for whom and how deep (:mod:`dspark.maths.draft_gate`)
 propose    the drafter, for all of them at once
-schedule   before the target runs, from today's confidences: how many drafts of each (:mod:`batch_schedulers`)
+schedule   before the target runs, from today's confidences: drafts of each (:mod:`dspark.maths.batch_schedulers`)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dspark.maths.batch_schedulers import (
     StepDrafts,
     ThresholdBatch,
 )
-from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay
+from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay, first_few, probe_cost
 from dspark.maths.step_costs import StepCosts, convex_from
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
@@ -36,7 +36,6 @@ from dspark.serve.settings import EngineConfig
 Lens = Int[np.ndarray, "requests"]
 Sps = Float[np.ndarray, "more_tokens_plus_1"]
 
-FIRST_ROUNDS, FIRST_REQUESTS = 16, 4  # until so many rounds are known, so many requests at most are drafted for
 MOST_CURVES = 512  # convex curves that are kept, one per number of requests and other tokens
 
 
@@ -89,7 +88,6 @@ class DraftPlanner:
         self._gated, self._block = gated, block
         self._arithmetic = fast_arithmetic()
         self._convex: dict[tuple[float, int, int], Float[np.ndarray, "tokens_plus_1"]] = {}
-        self._probes: dict[int, float] = {}  # costs, by requests
         self.history = SurvivalHistory(seats, block_size=block)
         self._clock, self._refusals = ProbeClock(seats), Refusals()
 
@@ -150,9 +148,7 @@ class DraftPlanner:
             self._refusals.refuse(len(flights))  # also for the steps behind a prompt
         probed = self._clock.due(rows, depth, limits, cost=self._probe_cost(len(flights)))
         depth[probed] = limits[probed]
-        if self.history.rounds < FIRST_ROUNDS:  # what is only guessed is tried on a few
-            depth[np.flatnonzero(depth)[FIRST_REQUESTS:]] = 0
-        return depth
+        return first_few(depth, known_rounds=self.history.rounds)
 
     def _could_pay(
         self, survival: Float[np.ndarray, "requests block"], limits: Lens, other_tokens: int, context: float
@@ -163,15 +159,8 @@ class DraftPlanner:
         )
 
     def _probe_cost(self, requests: int) -> float:
-        """What a probe beside so many plain requests takes, in steps: drafting (of its drafts those are verified that
-        pay). Nothing while next to nothing is known: then a probe may be worth a server's whole gain."""
-        if self.history.rounds < FIRST_ROUNDS:
-            return 0.0
-        if requests not in self._probes:
-            assert self.costs is not None
-            spent = self.costs.drafting(min(self._clock.requests, requests), self._block)
-            self._probes[requests] = spent / float(self.costs.passes[0, requests])
-        return self._probes[requests]
+        assert self.costs is not None
+        return probe_cost(self.costs, self._clock, requests=requests, known_rounds=self.history.rounds)
 
     def _judged(self, requests: int, other_tokens: int, context: float) -> Float[np.ndarray, "tokens_plus_1"] | None:
         """Seconds of a pass by the tokens on top of the others, as Algorithm 1 is to see them; None for other rules."""

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from dspark.maths import skipping
 from dspark.maths.batch_schedulers import StepDrafts
-from dspark.maths.draft_gate import ProbeClock, choose_depths
+from dspark.maths.draft_gate import ProbeClock, choose_depths, first_few, probe_cost
 from dspark.maths.step_costs import StepCosts
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
 from dspark.models.native_schedule import fast_arithmetic
@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """What a step costs, as guards and rules see it. Prompts' tokens and host time are in it already."""
+    """What a step costs, as guards and rules see it: its decoding tokens' own share beside prompts, and host time."""
 
     costs: StepCosts
     judged: Float[np.ndarray, "tokens_plus_1"] | None  # seconds that the rule goes by instead, by decoding tokens
@@ -115,9 +115,10 @@ class Gate:
             arithmetic=fast_arithmetic(),
         )
         depth = choice.depth.copy()
-        probed = self._clock.due(seats, depth, limits)
+        cost = probe_cost(weights.costs, self._clock, requests=len(seats), known_rounds=self._history.rounds)
+        probed = self._clock.due(seats, depth, limits, cost=cost)
         depth[probed] = limits[probed]
-        return depth
+        return first_few(depth, known_rounds=self._history.rounds)
 
     def observe(self, outcome: Outcome) -> None:
         drafted, rested = np.flatnonzero(outcome.asked), np.flatnonzero(outcome.asked == 0)

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from dspark.errors import ConfigError
 from dspark.maths.batch_schedulers import StepDrafts
 from dspark.maths.skipping import break_even
-from dspark.maths.step_costs import StepCosts, convex_from
+from dspark.maths.step_costs import StepCosts, convex_from, own_seconds
 from dspark.simulate.acceptance import RoundSource
 from dspark.simulate.arrivals import Arrivals
 from dspark.simulate.costs import Costs
@@ -186,10 +186,11 @@ class Engine:
     def _weights(
         self, requests: int, pass_seconds: Callable[[int, int], Float[np.ndarray, "sizes"]], chunk_tokens: int
     ) -> Weights:
-        """What this step costs by its decoding tokens."""
+        """What the decoding tokens of this step cost, by their number, beside its prompts."""
         most = requests * (1 + self._source.block_size)
-        seconds = pass_seconds(chunk_tokens + 1, chunk_tokens + most) + self._costs.host_seconds
-        passes = np.concatenate((seconds[:1], seconds))  # at no token something positive, which nobody asks for
+        seconds = pass_seconds(1, chunk_tokens + most) + self._costs.host_seconds
+        curve = np.concatenate((seconds[:1], seconds))  # at no token something positive, which nobody asks for
+        passes = own_seconds(curve, other_tokens=chunk_tokens, requests=requests)
         judged = convex_from(passes, requests) if self.way.convex else None
         return Weights(costs=StepCosts(contexts=(1,), passes=passes[None], drafts=self._draft_table), judged=judged)
 
