@@ -244,3 +244,11 @@ def test_sources_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="temperature is 1; there are records of 0"):
         figures_of(read_sources([tmp_path / "cold"]), temperature=1.0)
     assert method(find_cells([tmp_path / "cold"])[0]) == "DFlash"
+
+
+def test_records_that_are_there_twice_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        save_cell(tmp_path / name, "flash", 0.0, [answer_of([round_of(1, 4)])], about=facts("dflash", 4))
+    with pytest.raises(ConfigError, match="flash at temperature 0 is there twice"):
+        write_report(tmp_path / "out", read_sources([tmp_path / "first", tmp_path / "second"]))
+    assert not (tmp_path / "out").exists()

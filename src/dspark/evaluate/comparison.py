@@ -95,7 +95,10 @@ def compare(cells: Sequence[Cell], *, against: str | None = None, draws: int = D
         raise ConfigError(f"against is {against!r}; there are records of {', '.join(sorted(labels))}")
     names = [(cell.label, cell.temperature) for cell in cells]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{twice[0]} at temperature {twice[1]:g} is there twice; leave one of the folders out")
+        raise ConfigError(
+            f"{twice[0]} at temperature {twice[1]:g} is there twice; leave one of the folders out, "
+            "or let one `dspark eval --out` make all of them"
+        )
     groups: dict[float, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(cell.temperature, []).append(cell)

@@ -68,8 +68,11 @@ def figures_of(sources: Sources, *, temperature: float | None = None) -> list[Fi
 def write_report(out: Path, sources: Sources, *, temperature: float | None = None) -> list[Figure]:
     """Write PNG, SVG and JSON of every figure and ``index.html`` into ``out``, and return the figures.
 
-    Files of an earlier report there are replaced; one of a figure that has no data any more is removed.
+    Files of an earlier report there are replaced; one of a figure that has no data any more is removed. Nothing is
+    written before all is computed. Raises :class:`ConfigError` for two records of one drafter and temperature.
     """
+    found = tables(compare(sources.cells)) if sources.cells else []
+    found += confidence_tables(confidence_figures(sources.cells))
     figures = figures_of(sources, temperature=temperature)
     images: dict[str, tuple[str, str]] = {}
     for figure in figures:
@@ -81,8 +84,6 @@ def write_report(out: Path, sources: Sources, *, temperature: float | None = Non
         atomic_write_text(out / f"{figure.name}.svg", images[figure.key][0])
         atomic_write_bytes(out / f"{figure.name}.png", png(figure, LIGHT))
         atomic_write_text(out / f"{figure.name}.json", _data(figure))
-    found = tables(compare(sources.cells)) if sources.cells else []
-    found += confidence_tables(confidence_figures(sources.cells))
     atomic_write_text(out / PAGE_NAME, page(figures, images, found, facts=_facts(sources)))
     return figures
 
