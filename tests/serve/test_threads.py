@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import threading
 import time
@@ -78,6 +79,16 @@ def test_a_thread_gives_its_own_pool_back_and_gets_another() -> None:
     finish.set()
     thread.join()
     assert gone(pools[0])
+
+
+def test_a_forked_process_does_not_wait_for_threads_it_has_not() -> None:
+    assert pool_of_this_thread()  # whose books a fork copies
+    child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(10 + release_pool()), daemon=True)
+    child.start()
+    child.join(20)
+    ended = child.exitcode
+    child.kill()
+    assert ended == 10
 
 
 def test_an_engine_computes_beside_no_other_pool() -> None:

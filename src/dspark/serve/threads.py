@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from pathlib import Path
 
 SOFT = 1  # omp_pause_soft: what the program has set stays, threads and other resources go
+
+_forked: list[int] = []  # this process, if a fork made it
+
+
+def _note_fork() -> None:
+    _forked.append(os.getpid())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 def release_pool() -> bool:
@@ -16,9 +27,11 @@ def release_pool() -> bool:
     than the process has cores, a thread that waits at a barrier goes to sleep at once, whatever ``GOMP_SPINCOUNT``
     says. A pass of SmolLM2 has two hundred barriers; on two cores it took 14 ms instead of 11 for nothing but a pool
     that had loaded the model and was idle since. So whoever leaves the computing to an engine's thread lets go of its
-    own pool. Without one the call takes microseconds. False where there is no libgomp, or one older than GCC 9.
+    own pool. Without one the call takes microseconds. False where there is no libgomp, or one older than GCC 9, and in
+    a forked process: a fork copies the books of its parent's pools without their threads, and libgomp would wait for
+    those for ever.
     """
-    pausing = _pausing()
+    pausing = [] if _forked else _pausing()
     return bool(pausing) and not any([pause(SOFT) for pause in pausing])  # all of them, whatever one says
 
 
