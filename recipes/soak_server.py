@@ -179,7 +179,8 @@ class Soak:
         self.judge(reply, {code, 429} if b"regex" in raw else {code})
 
     async def too_long(self) -> None:
-        body = self.body(messages=[{"role": "user", "content": "word " * self.random.choice((10_000, 50_000, 300_000))}])
+        words = self.random.choice((10_000, 50_000, 300_000))
+        body = self.body(messages=[{"role": "user", "content": "word " * words}])
         self.judge(await self.client.post("/v1/chat/completions", json=body), {400, 429})
 
     async def flood(self) -> None:
