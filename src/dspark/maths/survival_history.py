@@ -68,10 +68,8 @@ class SurvivalHistory:
             raise ScheduleError(f"pull is {pull}; it must be positive")
         self._fade, self._rust, self._pull, self._pool_fade = fade, rust, pull, pool_fade
         self._sums, self._weights = np.zeros((rows, block_size)), np.zeros(rows)
-        self._rests, self._rested = (
-            0,
-            np.zeros(rows, dtype=np.int64),
-        )  # of all at once; of them, in a row's sums
+        self._rests = 0  # of all rows at once
+        self._rested = np.zeros(rows, dtype=np.int64)  # of these, how many a row's sums have in them
         self.rounds = 0  # observed so far
         self._pool_sum, self._pool_weight = np.full(block_size, guess).cumprod() * pull, pull
 

@@ -153,6 +153,14 @@ class FormsBatches(Protocol):
         ...
 
 
+@dataclass
+class Seated:
+    """What a batched form over shared pages knows of the request on a seat."""
+
+    shaper: Shaper | None
+    length: int = 0  # committed tokens that the target has run, beyond the drafter's room too
+
+
 def batched(drafter: Drafter, target: Target) -> BatchDrafter:
     """The form of ``drafter`` that an engine runs beside ``target``."""
     return drafter.batch_form(target) if isinstance(drafter, FormsBatches) else LoopingDrafter(drafter, target)

@@ -18,7 +18,6 @@ Attention reads rows through a table of single places, because no page of 16 tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +28,7 @@ from torch import Tensor
 from dspark.errors import RequestError
 from dspark.maths.sampling import draw_at, uniforms
 from dspark.maths.shaping import Shaper
-from dspark.models.batch_drafter import BatchProposal, DraftAsk, flat_places
+from dspark.models.batch_drafter import BatchProposal, DraftAsk, Seated, flat_places
 from dspark.models.paged_memory import PageTables
 from dspark.models.sequential import draft_weights
 
@@ -96,12 +95,6 @@ class Chain:
         )
 
 
-@dataclass
-class _Seat:
-    shaper: Shaper | None
-    length: int = 0  # committed tokens that the target has run, beyond the drafter's room too
-
-
 class ChainDraftBatch:
     """A :class:`dspark.models.batch_drafter.BatchDrafter` over the weights of ``drafter``."""
 
@@ -109,7 +102,7 @@ class ChainDraftBatch:
         self._drafter = drafter
         self.name, self.block_size = drafter.name, drafter.block_size
         self.taps, self.has_confidence = drafter.taps, drafter.has_confidence
-        self._seats: dict[int, _Seat] = {}
+        self._seats: dict[int, Seated] = {}
 
     def attach(self, tables: PageTables, *, pages: int, max_len: int) -> None:
         """See :meth:`BatchDrafter.attach`. Raises :class:`ConfigError` if ``pages`` is less than 1."""
@@ -123,7 +116,7 @@ class ChainDraftBatch:
     def open(self, seat: int, *, shaper: Shaper | None) -> None:
         """See :meth:`BatchDrafter.open`."""
         assert seat not in self._seats, f"seat {seat} is taken"
-        self._seats[seat] = _Seat(shaper)
+        self._seats[seat] = Seated(shaper)
 
     def resume(self, seat: int, token_ids: Sequence[int]) -> None:
         """See :meth:`BatchDrafter.resume`."""

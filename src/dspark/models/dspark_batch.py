@@ -12,24 +12,17 @@ The context of a token depends on that token's features and position alone, so a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.maths.shaping import Shaper
-from dspark.models.batch_drafter import BatchProposal, DraftAsk, flat_places
+from dspark.models.batch_drafter import BatchProposal, DraftAsk, Seated, flat_places
 from dspark.models.paged_memory import PageTables
 
 if TYPE_CHECKING:
     from dspark.models.dspark import DsparkDrafter
-
-
-@dataclass
-class _Seat:
-    shaper: Shaper | None
-    length: int = 0  # committed tokens that the target has run, beyond the drafter's room too
 
 
 class DsparkBatch:
@@ -39,7 +32,7 @@ class DsparkBatch:
         self._drafter = drafter
         self.name, self.block_size = drafter.name, drafter.block_size
         self.taps, self.has_confidence = drafter.taps, drafter.has_confidence
-        self._seats: dict[int, _Seat] = {}
+        self._seats: dict[int, Seated] = {}
 
     def attach(self, tables: PageTables, *, pages: int, max_len: int) -> None:
         """See :meth:`BatchDrafter.attach`. Raises :class:`ConfigError` if ``pages`` is less than 1."""
@@ -48,7 +41,7 @@ class DsparkBatch:
     def open(self, seat: int, *, shaper: Shaper | None) -> None:
         """See :meth:`BatchDrafter.open`."""
         assert seat not in self._seats, f"seat {seat} is taken"
-        self._seats[seat] = _Seat(shaper)
+        self._seats[seat] = Seated(shaper)
         self._memory.lengths[seat] = 0
 
     def resume(self, seat: int, token_ids: Sequence[int]) -> None:
