@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dspark.errors import DataError
@@ -12,6 +11,7 @@ from dspark.evaluate.comparison import OVERALL, AtTemperature, DrafterFigures, c
 from dspark.evaluate.confidence_curves import LEAST_CHECKED, calibrate_records, confident_cells, sweep_by_domain
 from dspark.evaluate.intervals import Estimate
 from dspark.evaluate.records import Cell
+from dspark.numbers import json_data
 from dspark.report.draw import LEAST_IN_BIN
 from dspark.report.material import Columns, Figure, Row, absent, commands_of
 
@@ -56,7 +56,7 @@ def scopes(figures: DrafterFigures) -> dict[str, Any]:
 
 
 def interval(estimate: Estimate) -> tuple[float | None, float | None, float | None]:
-    return (None if math.isnan(estimate.value) else estimate.value, estimate.low, estimate.high)
+    return (json_data(estimate.value), estimate.low, estimate.high)
 
 
 def compared(cells: Sequence[Cell]) -> AtTemperature:
@@ -114,7 +114,7 @@ def _shape_rows(cells: Sequence[Cell], value: str) -> list[Row]:
     for figures in compared(cells).drafters:
         cell = about[figures.label]
         for scope, found in scopes(figures).items():
-            share = None if math.isnan(found.sequential_share) else found.sequential_share
+            share = json_data(found.sequential_share)
             place = (scope, method(cell), figures.label, cell.about["facts"][value])
             rows.append((*place, *interval(found.acceptance_length), share))
     return rows
@@ -192,7 +192,7 @@ def threshold_figure(cells: Sequence[Cell], temperature: float) -> Figure:
             domain,
             point.threshold,
             point.checked,
-            None if math.isnan(point.acceptance_rate) else point.acceptance_rate,
+            json_data(point.acceptance_rate),
             point.low,
             point.high,
             point.acceptance_length,
@@ -232,7 +232,6 @@ def reliability_figure(cells: Sequence[Cell], temperature: float) -> Figure:
     for when, slots in (("before", found.bins), ("STS", found.sts.bins), ("Platt", found.platt.bins)):
         for k, bins in enumerate(slots):
             rows += [(k + 1, when, each.prediction, each.label, each.count) for each in bins]
-    number: Callable[[float], float | None] = lambda value: None if math.isnan(value) else value  # noqa: E731
     quality = tuple(
         (
             k + 1,
@@ -240,8 +239,8 @@ def reliability_figure(cells: Sequence[Cell], temperature: float) -> Figure:
             found.sts.sts_temperatures[k],
             found.platt.sts_temperatures[k],
             found.platt.biases[k],
-            number(slots[-1].floor),
-            *(number(getattr(each, name)) for name in ("ece", "auc", "conditional_auc", "brier") for each in slots),
+            json_data(slots[-1].floor),
+            *(json_data(getattr(each, name)) for name in ("ece", "auc", "conditional_auc", "brier") for each in slots),
         )
         for k, (one, *slots) in enumerate(
             zip(found.before, found.before, found.sts.after, found.platt.after, strict=True)
