@@ -28,8 +28,8 @@ TAPS = (-1, 0, LAYERS - 2, FINAL)
 
 
 @functools.cache
-def lean(name: str, dtype: torch.dtype = torch.bfloat16) -> LeanTarget:
-    model = tiny_model(name, **SHAPE)
+def lean(name: str, dtype: torch.dtype = torch.bfloat16, vocab: int = VOCAB) -> LeanTarget:
+    model = tiny_model(name, **SHAPE, vocab_size=vocab)
     return LeanTarget(from_transformers(model.config), dict(model.state_dict()), name=name, dtype=dtype)
 
 
@@ -125,6 +125,26 @@ def test_products_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(Linear, "place", lambda self: (0, 0))
         assert made() is None
     assert made() is not None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])  # with and without a soft-cap
+def test_the_head_has_the_librarys_bits_for_any_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    target = lean(name, vocab=192)
+    assert target._short_head is not None, "sizes chosen to be covered"
+    final = torch.randn(150, 192, generator=torch.Generator().manual_seed(4)).bfloat16()
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "_short_head", None)
+        theirs = target.logits(final)
+    for rows in (0, 1, 3, 4, 5, 7, 8, 13, 128, 129, 150):
+        assert torch.equal(target.logits(final[:rows]), theirs[:rows])
+    assert torch.equal(target.logits(final[::2]), theirs[::2]), "rows that do not lie side by side"
+    with monkeypatch.context() as patch:
+        patch.setattr(Linear, "__call__", lambda self, x: pytest.fail("rows for the compiled head"))
+        target.logits(final[:128])
+    with pytest.raises(RuntimeError):
+        target.logits(final[:3].float())  # as ever
 
 
 def test_the_order_of_sums_is_found() -> None:

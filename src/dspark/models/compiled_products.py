@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from dspark.models.eight_bit import BLOCK, EightBit, ProductForm, compiled_for
 from dspark.models.linear import Linear, Product
@@ -43,6 +45,31 @@ def compiled_forms(products: Sequence[Product], library: ctypes.CDLL) -> list[Pr
         for product in products
         if isinstance(product, Linear | EightBit)
     ]
+
+
+class CompiledProduct:
+    """A packed product run by compiled code, with the library's bits; see :func:`compiled_product`.
+
+    The library takes its time to start and needs numbers of rows that it has met before; this needs neither, so rows
+    are not filled up.
+    """
+
+    def __init__(self, linear: Linear, form: ProductForm, library: ctypes.CDLL) -> None:
+        self._linear, self._form, self._run = linear, form, library.short_product  # the form points into the linear
+
+    def __call__(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
+        """The products of ``x``, in bfloat16; other dtypes are the library's."""
+        if x.dtype != torch.bfloat16:
+            return self._linear(x)
+        x, y = x.contiguous(), x.new_empty(x.shape[0], self._linear.out_features)
+        self._run(ctypes.byref(self._form), _pointer(x.data_ptr()), _pointer(y.data_ptr()), _int64(x.shape[0]))
+        return y
+
+
+def compiled_product(linear: Linear, library: ctypes.CDLL) -> CompiledProduct | None:
+    """One product alone; None where it would not have the library's bits."""
+    forms = compiled_forms([linear], library)
+    return None if forms is None else CompiledProduct(linear, forms[0], library)
 
 
 def _form(linear: Linear, piece: int) -> ProductForm:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from dspark.models.compiled_products import compiled_product
 from dspark.models.decoder_config import DecoderConfig, Rope
 from dspark.models.layer import Ops, feed_forward
 from dspark.models.lean_memory import LeanMemory
@@ -106,8 +107,9 @@ class LeanTarget:
         settle(self.products)
         with torch.inference_mode():
             self._rows_alike = self._native is not None and rows_alike(self.products, dtype)
-            self._short = None
+            self._short, self._short_head = None, None
             if self._native is not None and self._rows_alike:
+                self._short_head = compiled_product(self._head, self._native.library)
                 self._short = short_pass(self._native, self._layers, self._final_norm)
 
     @property
@@ -160,7 +162,10 @@ class LeanTarget:
         """Logits of final-norm states, soft-cap applied."""
         with torch.no_grad():
             cap = self.config.final_softcap
-            logits = self._head(self._fill(final))[: final.shape[0]]
+            if self._short_head is not None and final.shape[0] <= SHORT_TOKENS:
+                logits = self._short_head(final)
+            else:
+                logits = self._head(self._fill(final))[: final.shape[0]]
             return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def head_weight(self) -> Float[Tensor, "vocab hidden"]:
