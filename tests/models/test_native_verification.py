@@ -46,6 +46,35 @@ def test_batches_get_the_plain_verdicts(vocab: int, kind: str) -> None:
         check_alike(random_step(seed, vocab=vocab, requests=2 * len(SAMPLINGS), block=4, dtype=dtype, kind=kind))
 
 
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [3, 256, 1000])
+def test_greedy_steps_get_the_plain_verdicts_in_one_call(
+    vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request or many, rows full of ties, drafts anywhere in the proposal, broken rows; and no record of any."""
+    monkeypatch.setattr(native_verification, "_Step", None)
+    random = torch.Generator().manual_seed(vocab)
+    for requests in (1, 2, 9) * 4:
+        lens = torch.randint(0, 4, (requests,), generator=random).tolist()
+        logits = torch.randint(0, 9, (sum(lens) + requests, vocab), generator=random).to(dtype)
+        logits[torch.rand(logits.shape, generator=random) < 0.1] = float("-inf")
+        broken = torch.rand(len(logits), generator=random) < 0.1
+        logits[broken, int(torch.randint(0, vocab, (), generator=random))] = float("nan")
+        rows = torch.randperm(requests + 2, generator=random)[:requests].tolist()
+        tokens, first = torch.randint(0, vocab, (requests + 2, 4), generator=random), 0
+        for row, length in zip(rows, lens, strict=True):
+            likely = logits[first : first + length].nan_to_num(neginf=-1.0).argmax(1)
+            tokens[row, :length] = torch.where(torch.rand(length, generator=random) < 0.8, likely, tokens[row, :length])
+            first += length + 1
+        drafts = Drafts(tokens, np.ones(requests + 2, dtype=bool))
+        arguments = logits, lens, drafts, [SamplingParams()] * requests, [RequestStreams.from_seed(0)] * requests
+        fast = verify_batch(*arguments, draft_rows=rows)
+        plain = verify_batch(*arguments, draft_rows=rows, native=False)
+        assert np.array_equal(fast.accepted, plain.accepted) and np.array_equal(fast.next_tokens, plain.next_tokens)
+        assert {i: str(error) for i, error in fast.errors.items()} == {i: str(e) for i, e in plain.errors.items()}
+
+
 def edges(step: Step) -> tuple[Tensor, Tensor]:
     """Coins at p/q of each draft, and closings at a token's edge in the row after all drafts, give or take one part in
     ten million."""

@@ -75,6 +75,8 @@ def verify_batch(
         return batch_verification.verify_batch(
             logits, verify_lens, drafts, sampling, streams, shapers, draft_rows=draft_rows
         )
+    if all(params.greedy for params in sampling) and all(shaper is None for shaper in shapers or ()):
+        return _verify_greedy(library, logits, verify_lens, drafts, draft_rows)
     step = _Step(logits, verify_lens, drafts, sampling, draft_rows)
     step.throw(streams)
     step.shape(shapers)
@@ -100,9 +102,42 @@ def _library() -> ctypes.CDLL | None:
         library.verify_shape.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
         library.verify_shape.restype = None
         pointer, size = ctypes.c_void_p, ctypes.c_int64
+        batch, found = (pointer, size, ctypes.c_int32, size, size, pointer, pointer, pointer, size), (pointer,) * 3
+        library.verify_greedy.argtypes = [*batch, *found]
         rows, top = (pointer, size, ctypes.c_int32, size, size), (size, pointer, pointer)
         library.verify_logprobs.argtypes = [*rows, pointer, pointer, *top]
     return library
+
+
+def _verify_greedy(
+    library: ctypes.CDLL,
+    logits: Tensor,
+    verify_lens: Sequence[int],
+    drafts: BatchDrafts | None,
+    draft_rows: Sequence[int] | None,
+) -> BatchVerdict:
+    """Requests that are all greedy and without rules: nothing is thrown, nothing unsure, and a few numbers say it all.
+
+    What :class:`_Step` gives, and for a single request a quarter of its time, which is mostly that of starting small
+    operations whose code the target's pass has driven out of the caches.
+    """
+    count = len(verify_lens)
+    told = np.array((verify_lens, range(count) if draft_rows is None else draft_rows), dtype=np.int64)
+    assert sum(verify_lens) + count == len(logits), "one row per draft, and one after the last, of every request"
+    assert drafts is not None or not any(verify_lens), "drafts to verify, but none given"
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tokens = None if drafts is None else drafts.draft_tokens.to(torch.int64).contiguous()
+    found = np.empty((3, count), dtype=np.int64)  # accepted, next token, bad row
+    lens, into, size = _address(told), _address(found), 8 * count
+    address, block = (0, 0) if tokens is None else (tokens.data_ptr(), tokens.shape[1])
+    half, (stride, vocab) = logits.dtype == torch.bfloat16, (logits.stride(0), logits.shape[1])
+    if library.verify_greedy(
+        *(logits.data_ptr(), stride, half, vocab, count, lens, lens + size, address, block),
+        *(into, into + size, into + 2 * size),
+    ):
+        raise MemoryError("no memory to verify drafts; lower the number of seats")
+    errors = {i: no_distribution(row) for i, row in enumerate(found[2].tolist()) if row >= 0}
+    return BatchVerdict(accepted=found[0], next_tokens=found[1], errors=errors)
 
 
 class _Step:

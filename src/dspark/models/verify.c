@@ -133,47 +133,46 @@ void verify_weights(const float *x, float *weights, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) *(vec *)(weights + i) = weight_of(*(const vec *)(x + i));
 }
 
-/* The row's maximum; nan if any is. */
-INLINE float largest_of(const void *row, int64_t vocab, int bf16) {
-    vec most = all(-INFINITY);
-    ivec nans = {0};
-    int64_t i = 0;
-    for (; i + LANES <= vocab; i += LANES) {
-        vec v = load(row, i, bf16);
-        nans |= v != v;
-        most = pick(v > most, v, most);
-    }
-    if (i < vocab) {
-        vec v = load_tail(row, i, vocab, bf16);
-        nans |= v != v;
-        most = pick(v > most, v, most);
-    }
+/* The row's maximum; nan if any is. ``first``, unless null: the first token that has it; none if nan or if all are -inf.
+ * Blocks that do not rise above what came before them are passed over with one look. */
+INLINE float largest_of(const void *row, int64_t vocab, int bf16, int64_t *first) {
     float result = -INFINITY;
-    int any = 0;
-    for (int j = 0; j < LANES; j++) {
-        result = most[j] > result ? most[j] : result;
-        any |= nans[j];
+    int64_t found = vocab, whole = vocab / LANES * LANES;
+    ivec nans = {0};
+    for (int64_t start = 0; start < vocab; start += BLOCK) {
+        vec most = all(-INFINITY);
+        int64_t end = start + BLOCK < whole ? start + BLOCK : whole;
+        for (int64_t i = start; i < end; i += LANES) {
+            vec v = load(row, i, bf16);
+            nans |= v != v;
+            most = pick(v > most, v, most);
+        }
+        if (end == whole && whole < vocab) {
+            vec v = load_tail(row, whole, vocab, bf16);
+            nans |= v != v;
+            most = pick(v > most, v, most);
+        }
+        float high = most[0];
+        for (int j = 1; j < LANES; j++) high = most[j] > high ? most[j] : high;
+        if (high > result) {
+            result = high;
+            found = start;
+        }
     }
-    return any ? NAN : result;
+    int any = 0;
+    for (int j = 0; j < LANES; j++) any |= nans[j];
+    if (any) return NAN;
+    if (first) {
+        while (found < vocab && load_one(row, found, bf16) != result) found++;
+        *first = found;
+    }
+    return result;
 }
 static float largest(const void *row, int64_t vocab, int bf16) {
-    return bf16 ? largest_of(row, vocab, 1) : largest_of(row, vocab, 0);
+    return bf16 ? largest_of(row, vocab, 1, NULL) : largest_of(row, vocab, 0, NULL);
 }
-
-/* The first token with the logit ``most``. */
-INLINE int64_t first_of(const void *row, int64_t vocab, float most, int bf16) {
-    int64_t i = 0;
-    for (; i + LANES <= vocab; i += LANES) {
-        ivec hit = load(row, i, bf16) == most;
-        int any = 0;
-        for (int j = 0; j < LANES; j++) any |= hit[j];
-        if (any) break;
-    }
-    while (i < vocab && load_one(row, i, bf16) != most) i++;
-    return i;
-}
-static int64_t first(const void *row, int64_t vocab, float most, int bf16) {
-    return bf16 ? first_of(row, vocab, most, 1) : first_of(row, vocab, most, 0);
+static float argmax(const void *row, int64_t vocab, int bf16, int64_t *first) {
+    return bf16 ? largest_of(row, vocab, 1, first) : largest_of(row, vocab, 0, first);
 }
 
 INLINE dvec doubled(vec v) {
@@ -682,13 +681,11 @@ static int jointly(struct request *q, struct work *w, int64_t most_drafts) {
 static int greedily(struct request *q, int64_t vocab, struct work *w) {
     for (int64_t k = 0;; k++) {
         const void *row = row_of(q, k, w);
-        float most = largest(row, vocab, is_bf16(q));
-        if (!isfinite(most)) {
+        if (!isfinite(argmax(row, vocab, is_bf16(q), &q->next_token))) {
             q->bad_row = (int32_t)k;
             return BAD;
         }
         q->accepted = k;
-        q->next_token = first(row, vocab, most, is_bf16(q));
         if (k == q->verify_len || q->next_token != q->drafts[k]) return SURE;
     }
 }
@@ -749,6 +746,33 @@ void verify_requests(struct request *requests, int64_t count, int64_t vocab) {
         }
         end_work(&w);
     }
+}
+
+/* The same for requests that are all greedy and without rules, of which little need be told: ``lens`` [count] drafts of
+ * each, in row ``rows[i]`` of ``drafts`` [any, block]; the rows of ``logits`` lie ``stride`` apart, all requests one
+ * after the other. ``bad_rows``: -1, or the row that holds no distribution. Returns 1 if memory ran out. */
+int verify_greedy(const void *logits, int64_t stride, int32_t bf16, int64_t vocab, int64_t count, const int64_t *lens,
+                  const int64_t *rows, const int64_t *drafts, int64_t block, int64_t *accepted, int64_t *next_tokens,
+                  int64_t *bad_rows) {
+    struct request few[4], *requests = count > 4 ? malloc(count * sizeof *requests) : few;
+    if (!requests) return 1;
+    int64_t row = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const char *own = (const char *)logits + row * stride * (bf16 ? 2 : 4);
+        requests[i] = (struct request){.logits = own, .stride = stride, .bf16 = bf16, .greedy = 1, .bad_row = -1};
+        requests[i].verify_len = lens[i];
+        if (lens[i]) requests[i].drafts = drafts + rows[i] * block;
+        row += lens[i] + 1;
+    }
+    verify_requests(requests, count, vocab);
+    for (int64_t i = 0; i < count; i++) {
+        int fine = requests[i].bad_row < 0;
+        accepted[i] = fine ? requests[i].accepted : 0;
+        next_tokens[i] = fine ? requests[i].next_token : -1;
+        bad_rows[i] = requests[i].bad_row;
+    }
+    if (requests != few) free(requests);
+    return 0;
 }
 
 /* Log-probabilities: of ``own`` tokens, and of the ``top`` likeliest, ranked by falling logit and rising id. */
