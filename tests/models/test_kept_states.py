@@ -39,6 +39,13 @@ def test_both_forms_keep_the_same_and_give_it_back(dtype: torch.dtype | None) ->
         assert ids.tolist() == [token for text in texts for token in text]
         assert (kept is None) == (dtype is None)
         assert kept is None or kept[:, 1].tolist() == (ids + 100).tolist()
+        seats, starts, counts = [2, 0], [1, 3], [len(texts[2]) - 1, len(texts[0]) - 4]
+        again = form.recall(seats, starts, counts)
+        assert again.ids.tolist() == [*texts[2][1:], *texts[0][3:-1]]
+        expected = [form.slots(*(np.array([n]) for n in one)) for one in zip(seats, starts, counts, strict=True)]
+        assert again.slots.tolist() == np.concatenate(expected).tolist()
+        assert (again.states is None) == (dtype is None)
+        assert again.states is None or again.states[:, 1].tolist() == (again.ids + 100).tolist()
 
 
 @pytest.mark.parametrize("native", [True, False])

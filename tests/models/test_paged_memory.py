@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import LAYERS, VOCAB, tiny_model
@@ -178,6 +179,29 @@ def test_bad_tables_are_refused(ids: list[list[int]], lengths: list[int], counts
     with pytest.raises(RequestError, match=words):
         target.forward(tokens(sum(counts)), memory, rows=list(range(len(counts))), counts=counts)
     assert memory.lengths == before and not memory.both.any()
+
+
+def test_the_quick_word_for_one_seat_is_the_thorough_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lets nothing through that the whole check refuses; what it does not vouch for, that check still sees."""
+    rng, found = np.random.default_rng(0), set[bool]()
+    for _ in range(400):
+        tables = PageTables(seats=1, pages_per_seat=4, page_size=2)
+        tables.assign(0, rng.integers(-1, 9, 4).tolist() if rng.random() < 0.5 else rng.permutation(8)[:4].tolist())
+        arguments = [0], [int(rng.integers(0, 5))], [int(rng.integers(1, 4))]
+
+        def refused(tables: PageTables = tables, arguments: tuple[list[int], ...] = arguments) -> str:
+            try:
+                tables.check(*arguments, pages=8)
+            except RequestError as error:
+                return str(error)
+            return ""
+
+        quick = refused()
+        with monkeypatch.context() as patch:
+            patch.setattr(PageTables, "_sound", lambda *_, **__: False)
+            assert quick == refused()
+        found.add(tables._sound(0, arguments[1][0] + arguments[2][0], pages=8))
+    assert found == {True, False}
 
 
 def test_whole_pages_may_be_read_by_many() -> None:

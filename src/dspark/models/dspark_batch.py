@@ -62,14 +62,14 @@ class DsparkBatch:
         """
         assert features is not None and len(features) == sum(counts)
         rows, positions = flat_places(seats, [self._seats[seat].length for seat in seats], counts)
-        inside = positions < self._memory.max_len
-        if not bool(inside.all()):
-            rows, positions, features = rows[inside], positions[inside], features[inside.to(features.device)]
         before = [self._memory.lengths[seat] for seat in seats]
         for seat, count in zip(seats, counts, strict=True):
             self._advance(seat, count)
+        fitting = [self._memory.lengths[seat] - past for seat, past in zip(seats, before, strict=True)]
+        if sum(fitting) < len(rows):
+            inside = positions < self._memory.max_len
+            rows, positions, features = rows[inside], positions[inside], features[inside.to(features.device)]
         if len(rows):
-            fitting = [self._memory.lengths[seat] - past for seat, past in zip(seats, before, strict=True)]
             self._memory.tables.check(seats, before, fitting, pages=self._memory.pages)
             self._drafter.project(self._memory, rows, positions, features)
 

@@ -7,6 +7,7 @@ to bfloat16 in between where compiled code does not.
 from __future__ import annotations
 
 import ctypes
+import weakref
 
 import torch
 from jaxtyping import Float, Int
@@ -55,6 +56,8 @@ class Intake:
         self._alike.norm, self._alike.key_norm = norm.exact.data_ptr(), self._owned[3].data_ptr()
         self._alike.attention.kv_heads, self._alike.attention.eps = config.num_kv_heads, config.rms_eps
         self._width = 2 * fc.out_features + kv.out_features
+        self._into: weakref.ref[LeanMemory] | None = None  # the last memory; it is not ours to keep
+        self._known = self._alike  # what is the same in all calls that write into it
 
     def __call__(
         self,
@@ -67,20 +70,29 @@ class Intake:
 
         ``rows`` and ``positions`` are of 64 bits, on the CPU; a position's page must be in the table.
         """
-        tokens, table = len(rows), memory.table
+        tokens = len(rows)
         rows, positions, features = rows.contiguous(), positions.contiguous(), features.contiguous()
         scratch = torch.empty(tokens * self._width, dtype=features.dtype)
-        cos, sin = self._angles(self._rope, memory.max_len)
-        p = _Intake.from_buffer_copy(self._alike)
+        p = _Intake.from_buffer_copy(self._bound(memory))
         p.features, p.x = features.data_ptr(), scratch.data_ptr()
         p.h = p.x + tokens * p.hidden * scratch.element_size()
         p.projected = p.h + tokens * p.hidden * scratch.element_size()
+        a = p.attention
+        a.request, a.position, a.tokens = rows.data_ptr(), positions.data_ptr(), tokens
+        self._run(ctypes.byref(p))
+
+    def _bound(self, memory: LeanMemory) -> _Intake:
+        """The structure with all that stays the same as long as tokens go into ``memory``."""
+        if self._into is not None and self._into() is memory:
+            return self._known
+        p, table = _Intake.from_buffer_copy(self._alike), memory.table
+        cos, sin = self._angles(self._rope, memory.max_len)
         p.layer_stride, p.values_offset = memory.both.stride()[:2]
         a = p.attention
-        a.keys, a.table, a.request, a.position = (x.data_ptr() for x in (memory.both, table, rows, positions))
-        a.tokens, a.stretches, a.page_size = tokens, table.shape[1], memory.page_size
-        a.cos, a.sin = cos.data_ptr(), sin.data_ptr()
-        self._run(ctypes.byref(p))
+        a.keys, a.table, a.cos, a.sin = (x.data_ptr() for x in (memory.both, table, cos, sin))
+        a.stretches, a.page_size = table.shape[1], memory.page_size
+        self._into, self._known, self._pointed_to = weakref.ref(memory), p, (table, cos, sin)
+        return p
 
 
 def intake(

@@ -13,6 +13,13 @@ struct kept {
     int64_t pages_per_seat, page_size, slots, row_bytes;
 };
 
+static int64_t slot_of(const struct kept *k, int64_t seat, int64_t at) {
+    int64_t stretch = at / k->page_size;
+    int64_t page = stretch < k->pages_per_seat ? k->table[seat * k->pages_per_seat + stretch] : -1;
+    int64_t slot = page * k->page_size + at % k->page_size;
+    return page < 0 || slot >= k->slots ? -1 : slot;
+}
+
 /* Append `counts` tokens to each of `seats`, all one after the other. Returns their number; -1 if one has no page. */
 int64_t keep(const struct kept *k, const int64_t *seats, const int64_t *counts, int64_t requests,
              const int64_t *token_ids, const char *states) {
@@ -20,14 +27,27 @@ int64_t keep(const struct kept *k, const int64_t *seats, const int64_t *counts, 
     for (int64_t r = 0; r < requests; r++) {
         int64_t seat = seats[r];
         for (int64_t i = 0; i < counts[r]; i++, token++) {
-            int64_t at = k->lengths[seat]++, stretch = at / k->page_size;
-            int64_t page = stretch < k->pages_per_seat ? k->table[seat * k->pages_per_seat + stretch] : -1;
-            int64_t slot = page * k->page_size + at % k->page_size;
-            if (page < 0 || slot >= k->slots) return -1;
+            int64_t slot = slot_of(k, seat, k->lengths[seat]++);
+            if (slot < 0) return -1;
             k->ids[slot] = token_ids[token];
             k->taken[slot] = 0;
             memcpy(k->states + slot * k->row_bytes, states + token * k->row_bytes, k->row_bytes);
         }
     }
+    return token;
+}
+
+/* Copy `counts` tokens of each of `seats` from position `starts` on, all one after the other, and tell their slots.
+ * Returns their number; -1 if one has no page. */
+int64_t recall(const struct kept *k, const int64_t *seats, const int64_t *starts, const int64_t *counts,
+               int64_t requests, int64_t *slots, int64_t *token_ids, char *states) {
+    int64_t token = 0;
+    for (int64_t r = 0; r < requests; r++)
+        for (int64_t i = 0; i < counts[r]; i++, token++) {
+            int64_t slot = slots[token] = slot_of(k, seats[r], starts[r] + i);
+            if (slot < 0) return -1;
+            token_ids[token] = k->ids[slot];
+            memcpy(states + token * k->row_bytes, k->states + slot * k->row_bytes, k->row_bytes);
+        }
     return token;
 }

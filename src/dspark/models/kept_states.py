@@ -15,6 +15,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,14 @@ class _Kept(ctypes.Structure):
         *((name, _pointer) for name in ("table", "lengths", "ids", "taken", "states")),
         *((name, _int64) for name in ("pages_per_seat", "page_size", "slots", "row_bytes")),
     )
+
+
+class Recalled(NamedTuple):
+    """Tokens that were kept: where they lie, and what is kept of them."""
+
+    slots: Int[np.ndarray, "tokens"]
+    ids: Int[Tensor, "tokens"]
+    states: Float[Tensor, "tokens features"] | None
 
 
 class KeptStates:
@@ -64,7 +73,7 @@ class KeptStates:
         where = np.array((seats, counts), dtype=np.int64)
         if self._kept is not None and self._library is not None:
             token_ids, states = token_ids.contiguous(), None if states is None else states.contiguous()
-            begin, from_states = where.__array_interface__["data"][0], 0 if states is None else states.data_ptr()
+            begin, from_states = _address(where), 0 if states is None else states.data_ptr()
             done = self._library.keep(
                 ctypes.byref(self._kept), begin, begin + where.strides[0], len(seats), token_ids.data_ptr(), from_states
             )
@@ -88,6 +97,25 @@ class KeptStates:
         assert self._ids is not None
         at = self._index(slots)
         return self._ids[at], None if self._states is None else self._states[at]
+
+    def recall(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> Recalled:
+        """``counts[i]`` kept tokens of seat ``seats[i]`` from position ``starts[i]`` on, all seats one after the other;
+        :meth:`slots` and :meth:`of` in one call where there is compiled code."""
+        where = np.array((seats, starts, counts), dtype=np.int64)
+        if self._kept is None or self._library is None:
+            slots = self.slots(*where)
+            return Recalled(slots, *self.of(slots))
+        assert self._ids is not None
+        tokens = sum(counts)
+        slots, ids = np.empty(tokens, dtype=np.int64), torch.empty(tokens, dtype=torch.long)
+        states = None if self._states is None else self._states.new_empty(tokens, self._states.shape[1])
+        begin, row, into = _address(where), where.strides[0], 0 if states is None else states.data_ptr()
+        done = self._library.recall(
+            *(ctypes.byref(self._kept), begin, begin + row, begin + 2 * row, len(seats)),
+            *(_address(slots), ids.data_ptr(), into),
+        )
+        assert done == tokens, "a seat without pages for its tokens"
+        return Recalled(slots, ids, states)
 
     def slots(
         self, rows: Int[np.ndarray, "some"], starts: Int[np.ndarray, "some"], counts: Int[np.ndarray, "some"]
@@ -116,10 +144,10 @@ class KeptStates:
         if self._ids.device.type != "cpu" or self._library is None:
             return
         self._kept = _Kept(
-            self._table.__array_interface__["data"][0],
-            self.lengths.__array_interface__["data"][0],
+            _address(self._table),
+            _address(self.lengths),
             self._ids.data_ptr(),
-            self.taken.__array_interface__["data"][0],
+            _address(self.taken),
             None if self._states is None else self._states.data_ptr(),
             self._table.shape[1],
             self._page_size,
@@ -136,5 +164,10 @@ def _library() -> ctypes.CDLL | None:
     library = compiled(SOURCE, ())
     if library is not None:
         library.keep.argtypes = [ctypes.POINTER(_Kept), _pointer, _pointer, _int64, _pointer, _pointer]
-        library.keep.restype = _int64
+        library.recall.argtypes = [ctypes.POINTER(_Kept), *[_pointer] * 3, _int64, *[_pointer] * 3]
+        library.keep.restype = library.recall.restype = _int64
     return library
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -77,6 +77,8 @@ class PageTables:
         Every stretch in use needs a page in 0..``pages`` - 1, no seat may use a page twice, and a page about to be
         written must belong to one of these seats alone.
         """
+        if len(seats) == 1 and self._sound(seats[0], lengths[0] + counts[0], pages=pages):
+            return
         before, new = np.array(lengths), np.array(counts)
         needed = -(-(before + new) // self.page_size)
         stretch = np.arange(needed.max())
@@ -97,6 +99,12 @@ class PageTables:
                 f"seat {seats[i]} is about to write into page {ids[i, j]}, which another stretch of these seats uses "
                 "as well; copy the page first and share whole pages only"
             )
+
+    def _sound(self, seat: int, tokens: int, *, pages: int) -> bool:
+        """Whether so many tokens of a seat lie in pages that exist, each page once: the quick word for one request."""
+        needed = self.pages_for(tokens)
+        ids = self._numbers[seat, :needed].tolist()
+        return len(set(ids)) == needed and min(ids, default=0) >= 0 and max(ids, default=0) < pages
 
 
 class PagedMemory(LeanMemory):

@@ -35,7 +35,7 @@ class LazyDrafter(ForwardingBatch):
         """See :class:`BatchDrafter`."""
         super().attach(tables, pages=pages, max_len=max_len)
         self._kept = KeptStates(tables, pages=pages if self._postpones else 0)
-        self._fed = np.zeros(tables.seats, dtype=np.int64)  # of the kept tokens of each seat, taken in for it
+        self._fed = [0] * tables.seats  # of the kept tokens of each seat, taken in for it
 
     def resume(self, seat: int, token_ids: Sequence[int]) -> None:
         """See :class:`BatchDrafter`; what the other request's drafter did not take in of them, this one's will."""
@@ -65,33 +65,37 @@ class LazyDrafter(ForwardingBatch):
 
     def close(self, seat: int) -> None:
         """See :class:`BatchDrafter`."""
-        self._kept.lengths[seat] = self._fed[seat] = 0
+        self._kept.lengths[seat], self._fed[seat] = 0, 0
         super().close(seat)
 
     def behind(self, seat: int) -> int:
         """Committed tokens of ``seat`` that are not taken in for it."""
-        return int(self._kept.lengths[seat] - self._fed[seat])
+        return int(self._kept.lengths[seat]) - self._fed[seat]
 
     def catch_up(self, seats: Sequence[int]) -> None:
         """Take in what is kept of ``seats``: one call, and one for each seat whose pages another of them shares."""
-        rows = np.array([seat for seat in seats if self.behind(seat)], dtype=np.int64)
-        alone = self._kept.sharing(rows) if len(rows) > 1 else np.zeros(len(rows), dtype=np.bool_)
-        for seat in rows[alone].tolist():
-            self._take_in(np.array([seat]))
-        self._take_in(rows[~alone])
+        together = [seat for seat in seats if self.behind(seat)]
+        if len(together) > 1:
+            sharing = self._kept.sharing(np.array(together, dtype=np.int64)).tolist()
+            for seat, shares in zip(together, sharing, strict=True):
+                if shares:
+                    self._take_in([seat])
+            together = [seat for seat, shares in zip(together, sharing, strict=True) if not shares]
+        self._take_in(together)
 
-    def _take_in(self, rows: Int[np.ndarray, "some"]) -> None:
-        kept = self._kept
-        for seat in rows[self._fed[rows] == 0].tolist():
-            self._resume(seat)
-        rows = rows[self._fed[rows] < kept.lengths[rows]]
-        if not len(rows):
+    def _take_in(self, seats: list[int]) -> None:
+        for seat in seats:
+            if self._fed[seat] == 0:
+                self._resume(seat)
+        seats = [seat for seat in seats if self.behind(seat)]
+        if not seats:
             return
-        counts = kept.lengths[rows] - self._fed[rows]
-        slots = kept.slots(rows, self._fed[rows], counts)
-        super().extend(rows.tolist(), counts.tolist(), *kept.of(slots))
-        kept.taken[slots] = True
-        self._fed[rows] = kept.lengths[rows]
+        counts = [self.behind(seat) for seat in seats]
+        slots, ids, states = self._kept.recall(seats, [self._fed[seat] for seat in seats], counts)
+        super().extend(seats, counts, ids, states)
+        self._kept.taken[slots] = True
+        for seat, count in zip(seats, counts, strict=True):
+            self._fed[seat] += count
 
     def _resume(self, seat: int) -> None:
         """Begin a seat behind what is taken of its first tokens already, by requests that shared their pages."""
