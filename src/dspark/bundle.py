@@ -21,6 +21,7 @@ from dspark.maths.skipping import SkipPolicy, break_even
 from dspark.models import DEFAULT_CANDIDATES
 from dspark.models.drafter import Drafter
 from dspark.models.loading import load_target
+from dspark.models.lookup_drafter import LookupDrafter
 from dspark.models.registry import default_drafter_folder, load_drafter
 from dspark.models.skipping_drafter import SkippingDrafter
 from dspark.models.target import Target
@@ -36,6 +37,7 @@ from dspark.schedule_files import (
     folder_fingerprint,
 )
 
+WITHOUT_FILES = ("ngram", "none")  # drafters that are not trained
 OTHERS = "name another with --drafter: ngram, none or a folder"
 SCHEDULERS = ("fixed", "threshold", "greedy", "skip")
 Found = TypeVar("Found")
@@ -88,9 +90,12 @@ class Bundle:
         trust_remote_code: bool = False,
         threads: int | None = None,
         candidates: int = DEFAULT_CANDIDATES,
+        lookup: bool = False,
     ) -> Bundle:
         """Load everything. ``threads`` sets torch's CPU threads for the whole process; None leaves them.
         ``candidates`` is the number of tokens per position that DSpark's sequential stage weighs, 0 for all.
+        ``lookup`` proposes what a text has said before ahead of what the drafter has to say
+        (:mod:`dspark.maths.lookup`); it adds nothing to ``ngram`` and ``none``.
 
         Raises :class:`ModelError`, :class:`CheckpointError` or :class:`ConfigError` if a part cannot be had.
         """
@@ -101,9 +106,10 @@ class Bundle:
             model, dtype=dtype, device=device, implementation=implementation, trust_remote_code=trust_remote_code
         )
         chat = ChatFormat.from_folder(folder, trust_remote_code=trust_remote_code)
+        loaded = _load_drafter(drafter, target, chat, candidates)
         return cls(
             target=target,
-            drafter=_load_drafter(drafter, target, chat, candidates),
+            drafter=LookupDrafter(loaded) if lookup and drafter not in WITHOUT_FILES else loaded,
             chat=chat,
             folder=folder,
             model=model,
@@ -184,20 +190,22 @@ class Bundle:
         Where it breaks even follows from what drafting and passes cost: by ``profile``, by the one in the drafter's
         own folder, or measured now, in a second or two.
         """
-        if isinstance(self.drafter, SkippingDrafter):
+        drafter = self.drafter.inner if isinstance(self.drafter, LookupDrafter) else self.drafter
+        if isinstance(drafter, SkippingDrafter):
             return self
-        check_drafts(self.drafter)
+        check_drafts(drafter)
         tokens = self.drafter.block_size + 1
         measured = self.measured(profile, tokens=tokens)
         if measured is None:
             sps = profile_sps(self.target, max_tokens=tokens)
-            drafting = draft_seconds(self.target, self.drafter, requests=(1,), context=64, repeats=3)[0]
+            drafting = draft_seconds(self.target, drafter, requests=(1,), context=64, repeats=3)[0]
         else:
             sps, drafting = measured.curves()[0], measured.drafting(1)
         paid = break_even(
             draft_seconds=drafting, verify_seconds=1.0 / float(sps[tokens]), plain_seconds=1.0 / float(sps[1])
         )
-        return replace(self, drafter=SkippingDrafter(self.drafter, SkipPolicy(break_even=paid)))
+        skipping = SkippingDrafter(drafter, SkipPolicy(break_even=paid))
+        return replace(self, drafter=skipping if drafter is self.drafter else LookupDrafter(skipping))
 
     def read_calibration(self, path: Path, sampling: SamplingParams | None = None) -> Calibration:
         """A file of `dspark calibrate`; raises :class:`ConfigError` unless it is of this pair, and of the kind of
@@ -230,7 +238,7 @@ class Bundle:
     @property
     def own_folder(self) -> Path | None:
         """Where the drafter's files lie; None for one that has none."""
-        if self.drafter_spec in ("ngram", "none"):
+        if self.drafter_spec in WITHOUT_FILES:
             return None
         return default_drafter_folder() if self.drafter_spec == "default" else Path(self.drafter_spec)
 

@@ -139,6 +139,7 @@ class Proposal:
     distribution: DraftDistribution | None = None
     confidence: Float[Tensor, "block"] | None = None
     sequential_seconds: float = 0.0  # part of the proposal's time spent left to right
+    looked_up: bool = False  # from the request's own text; then ``confidence`` is a chance that no calibration changes
 
     @property
     def block(self) -> int:
@@ -158,6 +159,7 @@ class RoundRecord:
     sequential_seconds: float  # the part of draft_seconds spent left to right
     verify_seconds: float
     host_seconds: float  # everything else in the round
+    looked_up: bool = False  # the drafts are from the request's own text and say nothing of the drafter
 
 
 @dataclass(frozen=True, kw_only=True)

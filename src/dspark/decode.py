@@ -229,6 +229,7 @@ def _round(request: _Request, anchor: int, *, committed: int, scheduler: Schedul
         sequential_seconds=proposal.sequential_seconds,
         verify_seconds=verified - forwarding,
         host_seconds=forwarding - drafted,
+        looked_up=proposal.looked_up,
     )
 
 

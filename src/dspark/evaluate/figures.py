@@ -108,6 +108,7 @@ class DomainFigures:
     prompts: int
     speedup: float  # tokens_per_second / plain_tokens_per_second
     acceptance_length: float
+    looked_up: float  # share of rounds whose drafts were from the text itself, 0..1
     tokens_per_second: float  # median over prompts, after the first token
     plain_tokens_per_second: float  # the same without drafts, same process
     peer_tokens_per_second: float | None
@@ -133,6 +134,7 @@ def domain_figures(pairs: Sequence[Pair], *, greedy: bool, tolerance: float) -> 
         prompts=len(pairs),
         speedup=ratio(speed, plain),
         acceptance_length=acceptance_length(rounds),
+        looked_up=ratio(sum(r.looked_up for r in rounds), len(rounds)),
         tokens_per_second=speed,
         plain_tokens_per_second=plain,
         peer_tokens_per_second=peer,
@@ -181,6 +183,7 @@ def mean_figures(domains: Sequence[DomainFigures]) -> DomainFigures:
         prompts=sum(d.prompts for d in domains),
         speedup=_mean(d.speedup for d in domains),
         acceptance_length=_mean(d.acceptance_length for d in domains),
+        looked_up=_mean(d.looked_up for d in domains),
         tokens_per_second=_mean(d.tokens_per_second for d in domains),
         plain_tokens_per_second=_mean(d.plain_tokens_per_second for d in domains),
         peer_tokens_per_second=_mean_or_none(d.peer_tokens_per_second for d in domains),

@@ -57,6 +57,8 @@ class EstimatingScheduler:
         check_temperatures(self.sts_temperatures)
 
     def choose(self, proposal: Proposal, context_len: int) -> int:
+        if proposal.looked_up:
+            return self.inner.choose(proposal, context_len)
         features = draft_features(proposal.distribution, proposal.block)
         estimated = replace(proposal, confidence=torch.from_numpy(self.estimator.confidence(features)))
         return self.inner.choose(_scaled_proposal(estimated, self.sts_temperatures, self.biases), context_len)
@@ -67,7 +69,8 @@ class OnlineScheduler:
 
     Every ``explore_every``-th round is checked at full length, whatever the confidences say, and only those rounds are
     learned from: a round cut by its own confidences would not say what became of the rest. The last ``window`` of them
-    are kept and the temperatures refitted after every ``refit_every`` new ones. Give :meth:`observe` every record.
+    are kept and the temperatures refitted after every ``refit_every`` new ones. Give :meth:`observe` every record;
+    rounds of drafts that were looked up neither explore nor teach.
     """
 
     needs_confidence: ClassVar[bool] = True
@@ -92,8 +95,8 @@ class OnlineScheduler:
         self._exploring = False
 
     def choose(self, proposal: Proposal, context_len: int) -> int:
-        self._exploring = self._rounds % self._explore_every == 0
-        self._rounds += 1
+        self._exploring = not proposal.looked_up and self._rounds % self._explore_every == 0
+        self._rounds += not proposal.looked_up
         if self._exploring:
             return proposal.block
         return self.inner.choose(_scaled_proposal(proposal, self.sts_temperatures), context_len)
@@ -147,7 +150,7 @@ def _scaled_proposal(
     sts_temperatures: Float[np.ndarray, "all_positions"],
     biases: Float[np.ndarray, "all_positions"] | None = None,
 ) -> Proposal:
-    if proposal.block == 0:
+    if proposal.block == 0 or proposal.looked_up:
         return proposal
     if proposal.confidence is None:
         raise ScheduleError("the drafter gives no confidences to calibrate; calibrate it with an estimator")

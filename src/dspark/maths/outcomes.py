@@ -28,11 +28,12 @@ def slots_of(record: RoundRecord) -> int:
 
 
 def outcomes_of(records: Iterable[RoundRecord], *, block: int) -> RoundOutcomes:
-    """Gather the rounds that drafted; those without a proposal (a prefill, an n-gram that found nothing) say nothing.
+    """Gather the rounds in which the drafter drafted; those without a proposal (a prefill, an n-gram that found
+    nothing) say nothing of it, nor do those whose drafts were looked up.
 
     Raises :class:`DataError` for a truncated round, one without confidences, or one of more than ``block`` drafts.
     """
-    rounds = [record for record in records if record.draft_tokens]
+    rounds = [record for record in records if record.draft_tokens and not record.looked_up]
     confidence = np.zeros((len(rounds), block))
     lengths, accepted = np.zeros((2, len(rounds)), dtype=np.int64)
     for i, record in enumerate(rounds):

@@ -70,6 +70,26 @@ class BatchProposal:
         confidence = None if self.confidence is None else torch.from_numpy(self.confidence[i, :count])
         return Proposal(self.draft_tokens[i, :count], distribution, confidence)
 
+    def with_certain(self, drafts: Sequence[Sequence[int]]) -> BatchProposal:
+        """The same proposals, and behind them rows of ``drafts`` that are certain, at most ``block`` each; without
+        confidences."""
+        more, device = len(drafts), self.draft_tokens.device
+        rows = torch.zeros(more, self.draft_tokens.shape[1], dtype=torch.long)
+        for row, tokens in zip(rows, drafts, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+
+        def longer(part: Tensor | None) -> Tensor | None:
+            return None if part is None else torch.cat((part, part.new_zeros(more, *part.shape[1:])))
+
+        return BatchProposal(
+            draft_tokens=torch.cat((self.draft_tokens, rows.to(device))),
+            proposed=np.concatenate((self.proposed, [len(tokens) for tokens in drafts])),
+            certain=np.concatenate((self.certain, np.ones(more, dtype=np.bool_))),
+            probs=longer(self.probs),
+            support_ids=longer(self.support_ids),
+            sequential_seconds=self.sequential_seconds,
+        )
+
     def spread(self, places: Sequence[int], requests: int) -> BatchProposal:
         """The same proposals as those number ``places`` (ascending) of ``requests``; the others propose nothing."""
         if len(places) == requests:

@@ -19,6 +19,7 @@ class Counters:
 
     def __init__(self, block_size: int) -> None:
         self.steps = self.drafted_steps = self.rounds = self.prompt_tokens = self.completion_tokens = 0
+        self.lookup_rounds = self.lookup_accepted = 0  # those with drafts from their own text
         self.proposed, self.verified, self.accepted = (np.zeros(block_size + 1, dtype=np.int64) for _ in range(3))
         # each by number of drafts, 0..block_size
         self.finished: Counter[str] = Counter()
@@ -52,6 +53,8 @@ class Counters:
             completion_tokens=self.completion_tokens,
             preemptions=roster.preemptions,
             rounds=self.rounds,
+            lookup_rounds=self.lookup_rounds,
+            lookup_accepted=self.lookup_accepted,
             proposed_at=_at_least(self.proposed),
             verified_at=_at_least(self.verified),
             accepted_at=_at_least(self.accepted),

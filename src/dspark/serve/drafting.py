@@ -1,6 +1,7 @@
 """The draft and schedule parts of a step: whom to draft for, what they propose, and how much of it is verified.
 
-gate       before drafting, from committed rounds: for whom and how deep (:mod:`dspark.maths.draft_gate`)
+look up    who repeats his own text, and what comes next in it (:mod:`dspark.maths.lookup`); these cost no drafting
+gate       before drafting, from committed rounds: for whom else and how deep (:mod:`dspark.maths.draft_gate`)
 propose    the drafter, for all of them at once
 schedule   before the target runs, from today's confidences: drafts of each (:mod:`dspark.maths.batch_schedulers`)
 """
@@ -8,11 +9,12 @@ schedule   before the target runs, from today's confidences: drafts of each (:mo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 
 from dspark.errors import ScheduleError
@@ -56,7 +58,8 @@ class Drafting:
     proposal: BatchProposal | None = None
     drafts: dict[int, tuple[int, list[int], int]] = field(default_factory=dict)
     # by request number: row of the proposal, all drafts, how many are verified
-    asked: Lens  # most drafts asked for; 0: not drafted for
+    looked_up: frozenset[int] = frozenset()  # numbers of the requests whose drafts are from their own text
+    asked: Lens  # most drafts asked of the drafter; 0: not drafted for
     proposed: Lens
     verify_lens: Lens
     confidence: Float[np.ndarray, "requests block"] | None = None  # calibrated; None: not drafted, or no such thing
@@ -77,15 +80,23 @@ class DraftPlanner:
         costs: StepCosts | None = None,
         confidences: Confidences | None = None,
         gated: bool = False,
+        lookup: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         """``scheduler`` None never drafts. ``costs`` are what the gate and load-aware schedulers weigh; ``confidences``
-        makes the drafter's true (None takes them as they are)."""
+        makes the drafter's true (None takes them as they are). ``lookup``: whether requests draft from their own text
+        where they can; ``device`` is where the drafter's proposals lie."""
         block = drafter.block_size
         if gated and costs is None:
             raise ScheduleError("a draft gate weighs measured costs and has none; profile the target first")
         self.drafter, self.scheduler, self.costs = drafter, scheduler, costs
         self._confidences = confidences or Confidences()
-        self._gated, self._block = gated, block
+        self._gated, self._block, self._lookup = gated, block, lookup
+        self._nobody = BatchProposal(
+            draft_tokens=torch.zeros(0, block, dtype=torch.long, device=device),
+            proposed=np.zeros(0, dtype=np.int64),
+            certain=np.zeros(0, dtype=np.bool_),
+        )
         self._arithmetic = fast_arithmetic()
         self._convex: dict[tuple[float, int, int], Float[np.ndarray, "tokens_plus_1"]] = {}
         self.history = SurvivalHistory(seats, block_size=block)
@@ -110,23 +121,41 @@ class DraftPlanner:
         if not self.drafts or not count:
             return plan
         started = time.perf_counter()
-        if self._gated and self._refusals.holds(count) and not self._clock.tick(self._probe_cost(count)):
+        looked_up = self._look_up(flights) if self._lookup else {}
+        refused = self._gated and self._refusals.holds(count) and not self._clock.tick(self._probe_cost(count))
+        if refused and not looked_up:
             plan.schedule_seconds = time.perf_counter() - started
             return plan
-        limits = np.array([flight.most_drafts for flight in flights], dtype=np.int64).clip(0, self._block)
         context = sum(len(flight.ids) for flight in flights) / count
-        plan.asked = self._gate(flights, limits, other_tokens, context) if self._gated else limits
+        if not refused:
+            plan.asked = self._asked(flights, looked_up, other_tokens, context)
         places = np.flatnonzero(plan.asked)
-        if not len(places):
+        if not len(places) and not looked_up:
             plan.schedule_seconds = time.perf_counter() - started
             return plan
         asking = time.perf_counter()
-        plan.proposal = self.drafter.propose([_ask(flights[i], int(plan.asked[i])) for i in places])
+        if len(places):
+            plan.proposal = self.drafter.propose([_ask(flights[i], int(plan.asked[i])) for i in places])
         scheduling = time.perf_counter()
         plan.draft_seconds = scheduling - asking
-        self._schedule(plan, places, other_tokens, context)
+        self._schedule(plan, places, looked_up, other_tokens, context)
         plan.schedule_seconds = time.perf_counter() - scheduling + asking - started
         return plan
+
+    def _look_up(self, flights: Sequence[Flight]) -> dict[int, tuple[list[int], list[float]]]:
+        """Drafts that requests find in their own texts, and the confidences, by the place of each that finds some."""
+        found = {}
+        for i, flight in enumerate(flights):
+            drafts, confidence = flight.lookup.drafts(min(flight.most_drafts, self._block))
+            if drafts:
+                found[i] = (drafts, confidence)
+        return found
+
+    def _asked(self, flights: Sequence[Flight], looked_up: Collection[int], other_tokens: int, context: float) -> Lens:
+        """Drafts to ask the drafter for."""
+        limits = np.array([flight.most_drafts for flight in flights], dtype=np.int64).clip(0, self._block)
+        limits[list(looked_up)] = 0
+        return self._gate(flights, limits, other_tokens, context) if self._gated and limits.any() else limits
 
     def _gate(self, flights: Sequence[Flight], limits: Lens, other_tokens: int, context: float) -> Lens:
         """Drafts to ask for: what the gate lets through, and a probe where one is due."""
@@ -186,10 +215,23 @@ class DraftPlanner:
         seconds[:1] = np.inf
         return 1.0 / seconds
 
-    def _schedule(self, plan: Drafting, places: Int[np.ndarray, "asks"], other_tokens: int, context: float) -> None:
-        """Fill ``proposed``, ``confidence``, ``verify_lens`` and ``drafts`` in."""
-        assert plan.proposal is not None and self.scheduler is not None
-        flights, proposal = plan.flights, plan.proposal
+    def _schedule(
+        self,
+        plan: Drafting,
+        asked: Int[np.ndarray, "asks"],
+        looked_up: Mapping[int, tuple[list[int], list[float]]],
+        other_tokens: int,
+        context: float,
+    ) -> None:
+        """Fill ``proposed``, ``confidence``, ``verify_lens`` and ``drafts`` in; drafts that were looked up follow those
+        of the ``asked``."""
+        assert self.scheduler is not None
+        flights, of_drafter = plan.flights, plan.proposal
+        proposal = of_drafter or self._nobody
+        if looked_up:
+            proposal = proposal.with_certain([drafts for drafts, _ in looked_up.values()])
+            plan.looked_up = frozenset(flights[i].number for i in looked_up)
+        plan.proposal, places = proposal, np.concatenate((asked, list(looked_up))).astype(np.int64)
         drafts = proposal.draft_tokens.tolist()
         useful = proposal.proposed.copy()
         for row, i in enumerate(places):
@@ -201,15 +243,19 @@ class DraftPlanner:
                     plan.failed.append((flights[i], error))
         plan.proposed = np.zeros_like(plan.asked)
         plan.proposed[places] = useful
-        confidence = np.zeros((len(flights), self._block))
-        known = self._confidences.of(proposal, [flights[i].request.sampling.greedy for i in places])
-        if known is None and self.scheduler.needs_confidence:
-            known = self.history.confidence(_seats([flights[i] for i in places]))
+        confidence, known = np.zeros((len(flights), self._block)), None
+        if of_drafter is not None:
+            known = self._confidences.of(of_drafter, [flights[i].request.sampling.greedy for i in asked])
+            if known is None and self.scheduler.needs_confidence:
+                known = self.history.confidence(_seats([flights[i] for i in asked]))
         if known is not None:
-            confidence[places] = known
+            confidence[asked] = known
+        for i, (_, chances) in looked_up.items():
+            confidence[i, : len(chances)] = chances
+        if known is not None or looked_up:
             confidence[np.arange(self._block) >= plan.proposed[:, None]] = 0.0
-            plan.confidence = confidence
-        sps = self._sps(len(flights), len(places), int(plan.asked.max()), other_tokens, context)
+        plan.confidence = None if known is None else confidence
+        sps = self._sps(len(flights), len(asked), int(plan.asked.max()), other_tokens, context)
         numbers = np.array([flight.number for flight in flights], dtype=np.int64)
         step = StepDrafts(request_ids=numbers, proposed=plan.proposed, confidence=confidence, sps=sps)
         plan.verify_lens = self.scheduler.choose(step)
@@ -234,7 +280,11 @@ class DraftPlanner:
             if plan.flights:
                 self.history.rest_all()
             return
-        there = [i for i, flight in enumerate(plan.flights) if flight.number in accepted and flight.seat >= 0]
+        there = [
+            i
+            for i, flight in enumerate(plan.flights)
+            if flight.number in accepted and flight.number not in plan.looked_up and flight.seat >= 0
+        ]
         drafted = np.array([i for i in there if plan.asked[i] > 0], dtype=np.int64)
         rested = np.array([i for i in there if plan.asked[i] == 0], dtype=np.int64)
         if len(rested):
@@ -259,8 +309,11 @@ def make_planner(
     *,
     costs: StepCosts | None,
     confidences: Confidences | None,
+    lookup: bool = False,
+    device: torch.device | str = "cpu",
 ) -> DraftPlanner:
-    """The planner that ``config`` names. ``costs`` are needed by greedy, lagged and the gate."""
+    """The planner that ``config`` names, the rest as :class:`DraftPlanner` has it. ``costs`` are needed by greedy,
+    lagged and the gate."""
     scheduler: BatchScheduler | None = None
     if config.scheduler == "fixed":
         scheduler = FixedBatch(config.verify_len)
@@ -276,7 +329,14 @@ def make_planner(
         else:
             scheduler = LaggedBatch(sps, block_size=drafter.block_size, arithmetic=fast_arithmetic())
     return DraftPlanner(
-        drafter, scheduler, seats=config.seats, costs=costs, confidences=confidences, gated=config.gated
+        drafter,
+        scheduler,
+        seats=config.seats,
+        costs=costs,
+        confidences=confidences,
+        gated=config.gated,
+        lookup=lookup,
+        device=device,
     )
 
 

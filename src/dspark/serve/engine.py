@@ -19,6 +19,7 @@ from dspark.maths.batch_verification import BatchVerdict
 from dspark.maths.step_costs import StepCosts
 from dspark.models.batch_drafter import batched
 from dspark.models.drafter import Drafter, NoDrafter
+from dspark.models.lookup_drafter import LookupDrafter
 from dspark.models.target import PagedTarget, Target
 from dspark.serve.batch import Step, StepBatch, StepOutput, prompt_chunks
 from dspark.serve.commit import Commit, verify
@@ -56,6 +57,8 @@ class Engine:
         Raises :class:`ConfigError` for settings that the target cannot serve.
         """
         self.target, self.chat, self.config = target, chat, config or EngineConfig()
+        lookup = isinstance(drafter, LookupDrafter) and self.config.scheduler != "none"
+        drafter = drafter.inner if isinstance(drafter, LookupDrafter) else drafter
         inner = batched(NoDrafter() if self.config.scheduler == "none" else drafter, target)
         self.drafter = LazyDrafter(inner, postpones=self.config.gated and isinstance(target, PagedTarget))
         self.max_len = min(self.config.max_len or target.info.max_len, target.info.max_len)
@@ -64,7 +67,14 @@ class Engine:
             from dspark.serve.costs import measure_costs  # late: it drives an engine's parts
 
             costs = measure_costs(target, self.drafter, self.roster, prefill_tokens=self.config.prefill_tokens)
-        self.planner = make_planner(self.drafter, self.config, costs=costs, confidences=confidences)
+        self.planner = make_planner(
+            self.drafter,
+            self.config,
+            costs=costs,
+            confidences=confidences,
+            lookup=lookup,
+            device=target.info.device,
+        )
         self.counters = Counters(self.drafter.block_size)
         self._commit = Commit(self.roster, self.drafter, target.info.device, fail=self._fail)
         self._by_id: dict[str, Flight] = {}
@@ -272,6 +282,9 @@ class Engine:
                 verified.append(judged.verify_len)
                 accepted.append(count)
                 by_number[judged.flight.number] = count
+                if judged.flight.number in step.plan.looked_up:
+                    counters.lookup_rounds += 1
+                    counters.lookup_accepted += count
         counters.drafted_steps += any(proposed)
         counters.count_rounds(proposed, verified, accepted)
         self.planner.observe(step.plan, by_number)

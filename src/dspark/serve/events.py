@@ -57,6 +57,8 @@ class EngineStats:
     completion_tokens: int = 0
     preemptions: int = 0
     rounds: int = 0  # draft-verify-commit rounds of single requests, undrafted ones included
+    lookup_rounds: int = 0  # of them, those whose drafts were from the request's own text
+    lookup_accepted: int = 0  # drafts committed in those
     proposed_at: tuple[int, ...] = ()  # rounds that proposed a draft at each position
     verified_at: tuple[int, ...] = ()  # rounds that checked the draft at each position
     accepted_at: tuple[int, ...] = ()  # rounds that committed it

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dspark.chat import ChatFormat
 from dspark.decode import check_shaping
 from dspark.errors import RequestError
+from dspark.maths.lookup import Lookup
 from dspark.maths.sampling import RequestStreams
 from dspark.maths.shaping import Shaper
 from dspark.models.target import TargetInfo
@@ -38,6 +39,7 @@ class Flight:
     shaper: Shaper | None  # penalties, biases, bans and grammar; None where no rule looks at the text before a position
     text: AnswerText | None  # None without a tokenizer
     keys: PrefixKeys
+    lookup: Lookup  # drafts from ``ids``
     number: int = -1  # of arrival; lower is older
     seat: int = -1  # -1: waiting
     page_ids: list[int] = field(default_factory=list)
@@ -109,9 +111,10 @@ def open_flight(
     text = None
     if chat is not None:
         text = AnswerText(chat, stop=request.stop, skip_special_tokens=request.skip_special_tokens)
+    ids = list(prompt)
     return Flight(
         request=request,
-        ids=list(prompt),
+        ids=ids,
         prompt_len=len(prompt),
         room=min(len(prompt) + request.max_new_tokens, max_len),
         stops=frozenset(request.stop_token_ids),
@@ -119,4 +122,5 @@ def open_flight(
         shaper=shaper,
         text=text,
         keys=PrefixKeys(page_size=page_size, salt=request.salt),
+        lookup=Lookup(ids, temperature=0.0 if request.sampling.greedy else request.sampling.temperature),
     )

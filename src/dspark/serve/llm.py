@@ -110,17 +110,19 @@ class LLM:
         config: EngineConfig | None = None,
         calibrations: tuple[Path, ...] = (),
         profile: Path | None = None,
+        lookup: bool = True,
         **loading: Any,
     ) -> None:
         """``model`` and ``drafter`` as for every command (a Hub id, a folder, ``smollm2``; ``default``, ``ngram``,
         ``none`` or a folder), or a loaded :class:`Bundle`, whose drafter then counts. ``config`` overrides
-        ``scheduler``. ``loading``: dtype, device, implementation, threads, ... of :meth:`Bundle.load`.
+        ``scheduler``; ``lookup`` drafts what a text has said before from the text itself. ``loading``: dtype, device,
+        implementation, threads, ... of :meth:`Bundle.load`.
 
         Raises :class:`ModelError`, :class:`CheckpointError` or :class:`ConfigError` where something does not fit.
         """
         if isinstance(model, Bundle) and loading:
             raise ConfigError(f"{', '.join(sorted(loading))} given with a loaded model; leave them out")
-        self.bundle = model if isinstance(model, Bundle) else Bundle.load(model, drafter, **loading)
+        self.bundle = model if isinstance(model, Bundle) else Bundle.load(model, drafter, lookup=lookup, **loading)
         config = config or EngineConfig(scheduler=scheduler)
         self.engine = build_engine(self.bundle, config, calibrations=calibrations, profile=profile)
         self._runner = Runner(self.engine)

@@ -16,6 +16,7 @@ from dspark.verbs.options import (
     Dtype,
     Implementation,
     Json,
+    Lookup,
     MaxNewTokens,
     MinP,
     Model,
@@ -55,6 +56,7 @@ def generate(
     threshold: Threshold = None,
     calibration: CalibrationFile = None,
     profile: ProfileFile = None,
+    lookup: Lookup = True,
     candidates: Candidates = DEFAULT_CANDIDATES,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
     system: System = None,
@@ -77,7 +79,7 @@ def generate(
     sampling = sampling_of(temperature, top_k, top_p, min_p, seed, sampling_fields)
     scheduling = scheduling_of(scheduler, verify_len, threshold, calibration, profile)
     place = place_of(dtype, device, implementation, threads, trust_remote_code)
-    pair = Bundle.load(model, drafter, candidates=candidates, **place)
+    pair = Bundle.load(model, drafter, candidates=candidates, lookup=lookup, **place)
     scheduled = pair.scheduled(scheduler, **scheduling, sampling=sampling)
     bundle, rule = scheduled.bundle, scheduled.scheduler
     prompt_ids = bundle.raw_ids(text) if raw else bundle.prompt_ids(text, system=system)
@@ -100,6 +102,7 @@ def chat(
     max_new_tokens: MaxNewTokens = 512,
     system: System = None,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the accepted draft tokens.")] = False,
+    lookup: Lookup = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
     implementation: Implementation = "auto",
@@ -111,7 +114,8 @@ def chat(
     from dspark.bundle import Bundle
 
     sampling = sampling_of(temperature, top_k, top_p, min_p, seed, sampling_fields)
-    bundle = Bundle.load(model, drafter, **place_of(dtype, device, implementation, threads, trust_remote_code))
+    place = place_of(dtype, device, implementation, threads, trust_remote_code)
+    bundle = Bundle.load(model, drafter, lookup=lookup, **place)
     console.converse(bundle, sampling=sampling, max_new_tokens=max_new_tokens, system=system, show_drafts=show_drafts)
 
 
@@ -119,6 +123,7 @@ def demo(
     model: Model = "smollm2",
     drafter: DrafterSpec = "default",
     max_new_tokens: MaxNewTokens = 96,
+    lookup: Lookup = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
@@ -130,5 +135,5 @@ def demo(
     from dspark.evaluate.demo_prompts import DEMO_PER_DOMAIN, PROMPTS
 
     config = BenchConfig(max_new_tokens=max_new_tokens)
-    bundle = Bundle.load(model, drafter, **place_of(dtype, device, "auto", threads, False))
+    bundle = Bundle.load(model, drafter, lookup=lookup, **place_of(dtype, device, "auto", threads, False))
     console.show_demo(bundle, prompts_of(PROMPTS, limit=DEMO_PER_DOMAIN), config)

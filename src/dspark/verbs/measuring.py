@@ -21,6 +21,7 @@ from dspark.verbs.options import (
     Dtype,
     Implementation,
     Json,
+    Lookup,
     MaxNewTokens,
     MinP,
     Model,
@@ -64,6 +65,7 @@ def bench(
     threshold: Threshold = None,
     calibration: CalibrationFile = None,
     profile: ProfileFile = None,
+    lookup: Lookup = True,
     candidates: Candidates = DEFAULT_CANDIDATES,
     peer: Annotated[
         Literal["transformers", "llama.cpp"] | None, typer.Option(help="Measure another engine as well.")
@@ -100,7 +102,7 @@ def bench(
     scheduling = scheduling_of(scheduler, verify_len, threshold, calibration, profile)
     chosen = read_prompts(prompts, limit=limit) if prompts else prompts_of(PROMPTS, limit=limit)
     place = place_of(dtype, device, implementation, threads, trust_remote_code)
-    pair = Bundle.load(model, drafter, candidates=candidates, **place)
+    pair = Bundle.load(model, drafter, candidates=candidates, lookup=lookup, **place)
     scheduled = pair.scheduled(scheduler, **scheduling, sampling=sampling)
     bundle, rule = scheduled.bundle, scheduled.scheduler
     info = bundle.target.info

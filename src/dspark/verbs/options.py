@@ -92,6 +92,14 @@ ProfileFile = Annotated[
     ),
 ]
 SglangFile = Annotated[Path | None, typer.Option("--sglang", help="Write the table that SGLang reads there as well.")]
+Lookup = Annotated[
+    bool,
+    typer.Option(
+        "--lookup/--no-lookup",
+        help="Draft what the text has said before from the text itself, and the rest with the drafter.",
+        rich_help_panel=DRAFTING,
+    ),
+]
 Candidates = Annotated[
     int,
     typer.Option(

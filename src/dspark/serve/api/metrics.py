@@ -94,6 +94,8 @@ class EngineCollector(Collector):
             ("steps", "Steps of the engine", stats.steps),
             ("drafted_steps", "Steps that drafted", stats.drafted_steps),
             ("rounds", "Rounds of single answers", stats.rounds),
+            ("lookup_rounds", "Rounds with drafts from the answer's own text", stats.lookup_rounds),
+            ("lookup_accepted_tokens", "Drafts committed in those rounds", stats.lookup_accepted),
             ("preemptions", "Answers that gave their pages back and were computed again", stats.preemptions),
             ("prompt_tokens", "Prompt tokens run through the target", stats.prompt_tokens),
             ("cached_tokens", "Prompt tokens taken from cached prefixes", stats.cached_tokens),

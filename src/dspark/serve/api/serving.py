@@ -73,6 +73,7 @@ def run(
     port: int,
     name: str | None,
     candidates: int,
+    lookup: bool,
     calibrations: tuple[Path, ...],
     profile: Path | None,
     place: Mapping[str, Any],
@@ -83,7 +84,7 @@ def run(
     ``say`` gets lines for people, on stdout; the log goes to stderr, a JSON object a line.
     """
     check_address(host, port)
-    bundle = Bundle.load(wanted.model, wanted.drafter, candidates=candidates, **place)
+    bundle = Bundle.load(wanted.model, wanted.drafter, candidates=candidates, lookup=lookup, **place)
     engine = AsyncEngine(build_engine(bundle, engine_config, calibrations=calibrations, profile=profile))
     model = ServedModel(
         name=name or wanted.model,
