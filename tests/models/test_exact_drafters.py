@@ -31,6 +31,7 @@ from dspark.models.drafter import Drafter, MirrorsShaping
 from dspark.models.dspark import DsparkDrafter
 from dspark.models.eagle3 import Eagle3Model
 from dspark.models.eagle3_drafter import Eagle3Drafter
+from dspark.models.lookup_drafter import LookupDrafter
 from dspark.models.mtp import MTPModel
 from dspark.models.mtp_drafter import MTPDrafter
 from dspark.models.ngram import NgramDrafter
@@ -240,6 +241,20 @@ CASES = [
 def test_a_round_is_distributed_as_the_target(name: str, support: str, transformation: str) -> None:
     table = TableTarget(vocab_size=VOCAB, seed=len(transformation))
     check(make(name, support, table), table, TRANSFORMATIONS[transformation], PREFIX)
+
+
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+def test_a_round_of_drafts_from_the_text_is_distributed_as_the_target(
+    transformation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.maths.lookup.TRUSTED", 0.0)
+    table, params = TableTarget(vocab_size=VOCAB, seed=len(transformation)), TRANSFORMATIONS[transformation]
+    drafter = LookupDrafter(make("vanilla", "full", table))
+    twice, once = (*PROMPT, 1, 0, *PROMPT, 1), (*PROMPT, 1, 0, 1, 1)
+    for prefix, looked_up in ((twice, True), (once, False)):
+        enumerated = Enumerated(drafter, table, params)
+        assert {path.proposal.looked_up for path in enumerated.paths(prefix).values()} == {looked_up}
+        check(drafter, table, params, prefix)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,12 +11,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from engine_rig import eager_lookup
 from history_rig import HistoryDrafter, HistoryTarget, marginal, unchecked
 
 from dspark.core import SamplingParams
 from dspark.evaluate.audit_stats import detectable_shift, goodness_of_fit, holm
 from dspark.maths.batch_schedulers import BatchScheduler, StepDrafts
 from dspark.maths.step_costs import StepCosts
+from dspark.models.lookup_drafter import LookupDrafter
 from dspark.serve.engine import Engine
 from dspark.serve.overlapped import OverlappedEngine
 from dspark.serve.request import GenerationRequest
@@ -49,13 +51,14 @@ def engine_of(name: str) -> Engine:
         pages=70,
         prefill_tokens=16,
         max_waiting=10**6,
-        scheduler=name.removesuffix("+gate"),
+        scheduler=name.partition("+")[0],
         draft_gate=name.endswith("+gate"),
         overlap=name.startswith("lagged"),
     )
     kind = OverlappedEngine if config.overlap else Engine
+    drafter = LookupDrafter(DRAFTER) if name.endswith("+lookup") else DRAFTER
     dear = costs(step=0.1, draft=0.02) if config.gated else costs(step=0.2, draft=0.005)
-    return kind(TARGET, DRAFTER, config=config, costs=dear)
+    return kind(TARGET, drafter, config=config, costs=dear)
 
 
 def outputs(engine: Engine) -> dict[str, Counter[tuple[int, ...]]]:
@@ -94,13 +97,15 @@ def p_values(counts: dict[str, Counter[tuple[int, ...]]]) -> list[float]:
     return holm(found)
 
 
-@pytest.mark.parametrize("name", ["greedy", "lagged", "greedy+gate"])
+@pytest.mark.parametrize("name", ["greedy", "lagged", "greedy+gate", "greedy+lookup", "lagged+lookup"])
 def test_each_request_has_the_targets_distribution_under_a_scheduler_that_looks_at_the_load(name: str) -> None:
     engine = engine_of(name)
-    with unchecked():
+    with unchecked(), eager_lookup():
         counts = outputs(engine)
     assert min(p_values(counts)) > ALPHA
     stats = engine.stats()
+    if name.endswith("+lookup"):
+        assert 0.1 * stats.rounds < stats.lookup_rounds < 0.9 * stats.rounds and stats.lookup_accepted > 0
     lens = stats.verify_lens
     assert min(lens[:2]) > 0.05 * sum(lens), f"the scheduler did not vary: {lens}"
     assert 0 < sum(stats.accepted_at) < sum(stats.verified_at)

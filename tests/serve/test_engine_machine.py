@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from engine_rig import alone, tiny_drafter, tiny_target, tokens_of
+from engine_rig import alone, eager_lookup, tiny_drafter, tiny_target, tokens_of
 from history_rig import unchecked
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -64,7 +64,7 @@ class EngineMachine(RuleBasedStateMachine):
         page_size=st.integers(2, 6),
         spare=st.integers(0, 6),
         prefill=st.integers(2, 20),
-        drafter=st.integers(0, 3),
+        drafter=st.integers(0, 4),
         verify_len=st.sampled_from((None, None, 1)),
         overlap=st.booleans(),
         sharing=st.sampled_from((True, True, True, False)),
@@ -81,9 +81,9 @@ class EngineMachine(RuleBasedStateMachine):
         sharing: bool,
     ) -> None:
         drafters = (
-            ("history", "history", "ngram", "none")
+            ("history", "history", "history+lookup", "ngram", "none")
             if self.family == "history"
-            else ("dspark", "sharp", "ngram", "none")
+            else ("dspark", "sharp", "dspark+lookup", "ngram", "none")
         )
         self.drafter, self.verify_len = drafters[drafter], verify_len
         longest = max(len(r.prompt_ids) + r.max_new_tokens for r in REQUESTS)
@@ -177,6 +177,7 @@ class EngineMachine(RuleBasedStateMachine):
         SEEN["preempted"] += stats.preemptions
         SEEN["cached"] += stats.cached_tokens
         SEEN["accepted"] += sum(stats.accepted_at)
+        SEEN["looked up"] += stats.lookup_accepted
         assert stats.running == stats.waiting == stats.pages_used == 0
         assert all(self.ended(name) for name in self.asked), "a request was forgotten"
         assert sum(stats.finished.values()) == len(self.asked)
@@ -187,7 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
 def test_whatever_happens_a_finished_request_is_what_it_is_alone(family: str) -> None:
     SEEN.clear()
     examples = TIMES * EXAMPLES[family]
-    with unchecked():
+    with unchecked(), eager_lookup():
         run_state_machine_as_test(
             type("Machine", (EngineMachine,), {"family": family}),
             settings=settings(
@@ -202,5 +203,5 @@ def test_whatever_happens_a_finished_request_is_what_it_is_alone(family: str) ->
     print(dict(SEEN))
     assert SEEN["steps"] > 20 * examples and SEEN["finished"] > 3 * examples, SEEN
     if family == "history":
-        for thing in ("preempted", "cached", "accepted", "cancelled", "full"):
+        for thing in ("preempted", "cached", "accepted", "looked up", "cancelled", "full"):
             assert SEEN[thing] > 0, f"no example had {thing}: {SEEN}"
