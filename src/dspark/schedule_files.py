@@ -11,6 +11,7 @@ Both are JSON: ``kind``, ``version``, ``fields`` and ``provenance``, as in a man
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -118,9 +119,9 @@ class Calibration:
         """How it was fitted: "sts", by temperatures alone, or "platt", with biases too."""
         return "platt" if any(self.biases) else "sts"
 
-    @property
+    @functools.cached_property
     def scaling(self) -> Scaling:
-        """What it does to confidences."""
+        """What it does to confidences, made once: schedulers ask in every step."""
         biases = self.biases or (0.0,) * self.block_size
         return Scaling(sts_temperatures=np.array(self.sts_temperatures), biases=np.array(biases))
 

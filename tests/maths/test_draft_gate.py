@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from dspark.errors import ScheduleError
+from dspark.maths import draft_gate, survival_history
 from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay
 from dspark.maths.global_scheduling import greedy_lens
 from dspark.maths.step_costs import StepCosts, convex_from, interpolated, step_costs
@@ -52,6 +53,39 @@ def test_it_is_never_below_not_drafting_by_its_own_numbers(data: st.DataObject, 
         for d in range(depth, BLOCK + 1)
     )
     assert promised >= choice.throughput * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, MOST), st.integers(0, OTHERS))
+def test_few_drafts_are_weighed_to_the_same_last_bit(data: st.DataObject, requests: int, others: int) -> None:
+    chances = st.floats(0, 1) | st.sampled_from([0.0, 0.5, 1.0])
+    survival = data.draw(arrays(float, (requests, BLOCK), elements=chances)).cumprod(1)
+    limits = data.draw(arrays(np.int64, requests, elements=st.integers(0, BLOCK)))
+    passes = data.draw(arrays(float, (1, TOKENS + 1), elements=st.floats(1.0, 1.5))).cumsum(1)
+    judged = data.draw(st.none() | st.just(convex_from(passes[0], requests)))
+    drafts = data.draw(arrays(float, (MOST + 1, BLOCK + 1), elements=st.floats(0, 0.5)))
+    costs = StepCosts(contexts=(10,), passes=passes, drafts=drafts)
+
+    def chosen() -> tuple[list[int], float, float, bool]:
+        choice = choose_depths(survival, limits, costs, other_tokens=others, context=5.0, judged=judged)
+        could = could_pay(survival, limits, costs, other_tokens=others, context=5.0)
+        return choice.depth.tolist(), choice.throughput, choice.plain, could
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_gate, "FEW", 100)
+        few = chosen()
+        patch.setattr(draft_gate, "FEW", 0)
+        assert few == chosen()
+
+
+@pytest.mark.parametrize("few", [0, 100])
+def test_what_is_no_survival_is_refused_however_few(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_gate, "FEW", few)
+    costs = step_costs(contexts=[9], passes=[{1: 1.0}], drafts={1: 0.1}, max_tokens=9, max_requests=1, block_size=2)
+    for row in ([0.5, 0.6], [0.5, np.nan], [1.5, 0.5], [0.5, -0.1]):
+        for asked in (choose_depths, could_pay):
+            with pytest.raises(ScheduleError, match="survival"):
+                asked(np.array([row]), np.full(1, 2), costs, other_tokens=0, context=1.0)
 
 
 def test_it_drafts_where_drafts_live_and_passes_are_flat_and_not_where_they_die_or_cost() -> None:
@@ -113,6 +147,12 @@ def test_what_a_round_tells_never_rises_and_shows_no_more_than_was_checked(data:
     told = round_survivals(
         asked=asked, proposed=proposed, verified=verified, accepted=accepted, confidence=confidence, usual=usual
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(survival_history, "FEW", 0)
+        many = round_survivals(
+            asked=asked, proposed=proposed, verified=verified, accepted=accepted, confidence=confidence, usual=usual
+        )
+    assert np.array_equal(told, many), "few drafts are told on Python's numbers, to the last bit"
     assert ((told >= 0) & (told <= 1)).all() and (told[:, 1:] <= told[:, :-1]).all()
     for r in range(requests):
         assert told[r, : accepted[r]].tolist() == [1.0] * accepted[r]

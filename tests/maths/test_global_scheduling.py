@@ -32,6 +32,7 @@ from dspark.maths.global_scheduling import (
     choose_capacity_plain,
     fixed_lens,
     greedy_lens,
+    greedy_lens_of_few,
     survivals,
     threshold_lens,
     threshold_lens_plain,
@@ -79,6 +80,29 @@ def test_greedy_equals_the_plain_rule(confidence: np.ndarray, seed: int) -> None
     survival, sps = survivals(confidence), jagged_sps(confidence.size + len(confidence), seed)
     plain = single.choose_verify_lens(torch.from_numpy(survival), torch.from_numpy(sps))
     assert greedy_lens(survival, sps).tolist() == plain.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(confidences(), st.integers(0, 99))
+def test_few_drafts_are_scheduled_alike_on_pythons_numbers(confidence: np.ndarray, seed: int) -> None:
+    requests, block = confidence.shape
+    sps = jagged_sps(requests * (1 + block), seed)
+    sps[0] = np.inf  # which nobody reads
+    few = greedy_lens_of_few(confidence, sps)
+    assert (few is None) == (confidence.dtype == np.float32)
+    assert few is None or few.tolist() == greedy_lens(survivals(confidence), sps).tolist()
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.inf, np.nan, 0.0])
+def test_what_is_no_chance_or_no_speed_is_left_to_the_rule_that_says_so(bad: float) -> None:
+    confidence, sps = np.full((2, 3), 0.5), np.ones(9)
+    assert greedy_lens_of_few(confidence, sps) is not None
+    slow, odd = sps.copy(), confidence.copy()
+    slow[8], odd[1, 2] = bad, bad or 2.0
+    for chances, speeds in ((odd, sps), (confidence, slow), (confidence, sps[:-1])):
+        assert greedy_lens_of_few(chances, speeds) is None
+        with pytest.raises(ScheduleError):
+            GreedyBatch(speeds).choose(step(chances))
 
 
 def test_greedy_equals_the_plain_rule_on_a_large_batch() -> None:

@@ -257,6 +257,9 @@ def test_greedy_and_sampled_requests_have_calibrations_of_their_own() -> None:
     assert found is not None
     assert found[0] == pytest.approx(scaled(raw, np.full(BLOCK, 2.0)))
     assert found[1] == pytest.approx(scaled(raw, np.full(BLOCK, 0.5)))
+    for kind in (True, False):  # where all are of one kind, no rows are picked
+        alone = both.of(proposal, [kind, kind])
+        assert alone is not None and alone.tolist() == [found[int(not kind)].tolist()] * 2
     assert Confidences().of(proposal, [True, False]) == pytest.approx(np.full((2, BLOCK), 0.8))
     assert Confidences().of(Scripted(None).propose([_ask()]), [True]) is None
     with pytest.raises(ScheduleError, match="block_size"):

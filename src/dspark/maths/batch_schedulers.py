@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from dspark.errors import ScheduleError
 from dspark.maths import global_scheduling as rules
-from dspark.maths.global_scheduling import NUMPY, Arithmetic, Ranked
+from dspark.maths.global_scheduling import FEW, NUMPY, Arithmetic, Ranked
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +83,8 @@ class GreedyBatch:
 
     def choose(self, drafts: StepDrafts) -> Int[np.ndarray, "requests"]:
         sps = self.sps if drafts.sps is None else drafts.sps
+        if drafts.confidence.size <= FEW and (lens := rules.greedy_lens_of_few(drafts.confidence, sps)) is not None:
+            return lens
         ranked = self.arithmetic.ranked(drafts.confidence)
         return self.arithmetic.admit(ranked, self.arithmetic.greedy(ranked, sps))
 

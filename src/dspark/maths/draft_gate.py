@@ -22,13 +22,15 @@ time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from dspark.errors import ScheduleError
-from dspark.maths.global_scheduling import NUMPY, Arithmetic
+from dspark.maths.global_scheduling import FEW, NUMPY, Arithmetic
 from dspark.maths.step_costs import StepCosts
 
 Lens = Int[np.ndarray, "requests"]
@@ -69,22 +71,13 @@ def choose_depths(
     plain = float(requests / curve[requests]) if requests else 0.0
     going_by = curve if judged is None else judged
     none = GateChoice(depth=np.zeros(requests, dtype=np.int64), throughput=plain, plain=plain)
-    allowed = np.where(np.arange(block) < limits[:, None], survival, 0.0)
-    order = np.argsort(-allowed.sum(1), kind="stable")
+    allowed = _allowed(survival, limits)
+    order = np.argsort(-allowed.sum(1), kind="stable") if requests > 1 else np.arange(requests)
     ranked = allowed[order[: np.count_nonzero(limits)]]
     if not ranked.size:
         return none
-
-    def expected(some: int, depth: int) -> float:
-        ordered = arithmetic.descending(ranked[:some, :depth])
-        tokens = np.empty(len(ordered) + 1)
-        tokens[0], tokens[1:] = requests, ordered
-        tokens.cumsum(out=tokens)
-        drafting, sizes = costs.drafting(some, depth), slice(requests, requests + len(tokens))
-        count = int((tokens / (going_by[sizes] + drafting)).argmax())
-        return float(tokens[count] / (curve[requests + count] + drafting))
-
-    most = len(ranked)
+    counted = _few if ranked.size <= FEW else _many
+    expected, most = counted(ranked, requests, curve, going_by, costs, arithmetic), len(ranked)
     depth = max(_grid(block), key=lambda d: expected(most, d))
     some = max(_grid(most), key=lambda m: expected(m, depth))
     best = expected(some, depth)
@@ -109,15 +102,90 @@ def could_pay(
 
     Takes the same arguments, and a tenth of the time.
     """
-    requests, block = survival.shape
-    curve = _own(costs, survival, other_tokens, context)
-    ordered = arithmetic.descending(np.where(np.arange(block) < limits[:, None], survival, 0.0))
+    requests, curve = len(survival), _own(costs, survival, other_tokens, context)
+    if not survival.size:
+        return False
+    allowed, least = _allowed(survival, limits), requests / curve[requests] * (1.0 + margin)
+    if survival.size <= FEW and _fall(rows := allowed.tolist()):
+        counts = accumulate(_descending(rows), initial=float(requests))
+        spent, drafting = curve[requests : requests + 1 + survival.size].tolist(), costs.drafting(1, 1)
+        rates = [count / (each + drafting) for count, each in zip(counts, spent, strict=False)]
+        return any(rate > least for rate in rates[1:])
+    ordered = arithmetic.descending(allowed)
     if not len(ordered):
         return False
-    tokens = ordered.cumsum()
-    tokens += requests
-    seconds = curve[requests + 1 : requests + 1 + len(ordered)] + costs.drafting(1, 1)
-    return bool((tokens / seconds).max() > requests / curve[requests] * (1.0 + margin))
+    tokens = np.concatenate(([float(requests)], ordered)).cumsum()
+    seconds = curve[requests : requests + 1 + len(ordered)] + costs.drafting(1, 1)
+    return bool((tokens[1:] / seconds[1:]).max() > least)
+
+
+Expected = Callable[[int, int], float]  # tokens per second, drafting for so many of the ranked, so deep
+
+
+def _many(
+    ranked: Float[np.ndarray, "requests block"],
+    requests: int,
+    curve: Float[np.ndarray, "more_tokens_plus_1"],
+    going_by: Float[np.ndarray, "judged_tokens_plus_1"],
+    costs: StepCosts,
+    arithmetic: Arithmetic,
+) -> Expected:
+    """What drafting for the first so many of ``ranked``, so deep, brings at best by ``going_by``, in time of ``curve``;
+    ``requests`` have their tokens in any case."""
+
+    def expected(some: int, depth: int) -> float:
+        ordered = arithmetic.descending(ranked[:some, :depth])
+        tokens = np.empty(len(ordered) + 1)
+        tokens[0], tokens[1:] = requests, ordered
+        tokens.cumsum(out=tokens)
+        drafting, sizes = costs.drafting(some, depth), slice(requests, requests + len(tokens))
+        count = int((tokens / (going_by[sizes] + drafting)).argmax())
+        return float(tokens[count] / (curve[requests + count] + drafting))
+
+    return expected
+
+
+def _few(
+    ranked: Float[np.ndarray, "requests block"],
+    requests: int,
+    curve: Float[np.ndarray, "more_tokens_plus_1"],
+    going_by: Float[np.ndarray, "judged_tokens_plus_1"],
+    costs: StepCosts,
+    arithmetic: Arithmetic,
+) -> Expected:
+    """:func:`_many` on Python's numbers, the same to the last bit: of few drafts a single operation on an array takes
+    longer than all of them here."""
+    rows, sizes = ranked.tolist(), slice(requests, requests + 1 + ranked.size)
+    if not _fall(rows):
+        return _many(ranked, requests, curve, going_by, costs, arithmetic)  # which says what is wrong
+    seconds, judged = curve[sizes].tolist(), going_by[sizes].tolist()
+
+    def expected(some: int, depth: int) -> float:
+        tokens = list(accumulate(_descending([row[:depth] for row in rows[:some]]), initial=float(requests)))
+        drafting = costs.drafting(some, depth)
+        rates = [count / (spent + drafting) for count, spent in zip(tokens, judged, strict=False)]
+        count = rates.index(max(rates))
+        return tokens[count] / (seconds[count] + drafting)
+
+    return expected
+
+
+def _fall(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether all rows are survivals: in [0, 1], never rising."""
+    return all(before >= after for row in rows for before, after in pairwise((1.0, *row, 0.0)))
+
+
+def _descending(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The survivals above 0, largest first."""
+    return sorted((chance for row in rows for chance in row if chance > 0.0), reverse=True)
+
+
+def _allowed(survival: Float[np.ndarray, "requests block"], limits: Lens) -> Float[np.ndarray, "requests block"]:
+    """Survivals of the drafts that may be asked for, 0 behind each request's limit."""
+    block = survival.shape[1]
+    if limits.min(initial=block) >= block:
+        return survival
+    return np.where(np.arange(block) < limits[:, None], survival, 0.0)
 
 
 def _own(

@@ -19,6 +19,8 @@ rank among them depends on drafts of larger survival, none of which follows it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +31,8 @@ from dspark.errors import ScheduleError
 Table = Float[np.ndarray, "requests block"]
 Lens = Int[np.ndarray, "requests"]  # int64
 Sps = Float[np.ndarray, "max_tokens_plus_1"]
+
+FEW = 32  # drafts of a step, up to which Python's numbers are faster than arrays
 
 
 def survivals(confidence: Table) -> Table:
@@ -87,6 +91,28 @@ def greedy_lens_of_products(survival: Table, sps: Sps) -> Lens:
     check_sps(sps, first=max(requests, 1), last=requests * (1 + block))
     ordered = descending(survival)
     return admit_ordered(survival, ordered, first_peak(ordered, sps, requests))
+
+
+def greedy_lens_of_few(confidence: Table, sps: Sps) -> Lens | None:
+    """:func:`greedy_lens` of the :func:`survivals` of a few drafts, on Python's numbers: the same to the last bit, in
+    the time of two operations on arrays. None for what the others refuse, or for any dtype but float64."""
+    requests, block = confidence.shape
+    rows, full = confidence.tolist(), requests * (1 + block)
+    speeds = sps[max(requests, 1) : full + 1].tolist()
+    sound = len(sps) > full and confidence.dtype == sps.dtype == np.float64 and all(0.0 < s < np.inf for s in speeds)
+    if not sound or not all(0.0 <= chance <= 1.0 for row in rows for chance in row):
+        return None
+    chances = [list(accumulate(row, mul)) for row in rows]
+    drafts = [(k, r) for k in range(block) for r in range(requests) if chances[r][k] > 0.0]
+    drafts.sort(key=lambda kr: -chances[kr[1]][kr[0]])  # stable
+    lens, tokens = [0] * requests, float(requests)
+    best = tokens * speeds[0] if requests else 0.0
+    for (k, r), speed in zip(drafts, speeds[1:], strict=False):
+        tokens += chances[r][k]
+        if tokens * speed <= best:
+            break
+        best, lens[r] = tokens * speed, k + 1
+    return np.array(lens, dtype=np.int64)
 
 
 def first_peak(ordered: Float[np.ndarray, "candidates"], sps: Sps, requests: int) -> int:

@@ -8,10 +8,14 @@ they showed, and leave no optimism behind.
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+from operator import mul
+
 import numpy as np
 from jaxtyping import Float, Int
 
 from dspark.errors import ScheduleError
+from dspark.maths.global_scheduling import FEW
 
 Table = Float[np.ndarray, "requests block"]
 
@@ -31,6 +35,10 @@ def round_survivals(
     on by its confidences while ``proposed`` reaches, then by the ratios of ``usual`` while ``asked`` was smaller than
     the block; 0 where the drafter had nothing to offer though asked (``proposed`` < k < ``asked``).
     """
+    if len(asked) * len(usual) <= FEW:
+        told = (asked.tolist(), proposed.tolist(), verified.tolist(), accepted.tolist())
+        sure = None if confidence is None else confidence.tolist()
+        return _of_few(list(zip(*told, strict=True)), sure, usual.tolist())
     block = len(usual)
     k = np.arange(block)
     ratio = np.divide(usual[1:], usual[:-1], out=np.zeros(max(block - 1, 0)), where=usual[:-1] > 0)
@@ -39,6 +47,21 @@ def round_survivals(
     step = np.where((k >= proposed[:, None]) & (k < asked[:, None]), 0.0, step)
     step = np.where(k < verified[:, None], k < accepted[:, None], step)
     return np.cumprod(step, axis=1)
+
+
+def _of_few(rounds: list[tuple[int, int, int, int]], confidence: list[list[float]] | None, usual: list[float]) -> Table:
+    """:func:`round_survivals` of few drafts on Python's numbers, to the last bit; ``rounds``: asked, proposed, verified
+    and accepted drafts of each."""
+    block, table = len(usual), list[list[float]]()
+    ratios = [after / before if before > 0 else 0.0 for before, after in pairwise(usual)]
+    usually = [min(max(chance, 0.0), 1.0) for chance in (*usual[:1], *ratios)]
+    for row, (asked, proposed, verified, accepted) in enumerate(rounds):
+        own = usually if confidence is None else confidence[row]
+        steps = [1.0] * accepted + [0.0] * (verified - accepted) + own[verified:proposed]
+        steps += [0.0] * (asked - len(steps))
+        steps += usually[len(steps) :]
+        table.append(list(accumulate(steps[:block], mul)))
+    return np.array(table, dtype=np.float64).reshape(len(rounds), block)
 
 
 class SurvivalHistory:

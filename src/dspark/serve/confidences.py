@@ -27,6 +27,10 @@ class Confidences:
         """c_k of every draft, in float64; ``greedy``: which requests are. None if the drafter gives no confidences
         and no calibration estimates them for all. Entries behind a request's last draft say nothing."""
         raw = proposal.confidence
+        if all(greedy) or not any(greedy):  # of one kind: no need to pick rows
+            only = self.greedy if all(greedy) else self.sampled
+            if raw is not None and only is not None and only.estimator is None and only.block_size == raw.shape[1]:
+                return only.scaling(raw)
         requests, block = proposal.draft_tokens.shape
         confidence = np.zeros((requests, block)) if raw is None else raw.astype(np.float64)
         for calibration, kind in ((self.greedy, True), (self.sampled, False)):
