@@ -62,7 +62,7 @@ def test_sampled_part_has_every_case_and_control(
     assert "output too weak" in result.stdout and "NOT CAUGHT" in result.stdout
     sampled = json.loads(file.read_text())["sampled"]
     names = " ".join(case["name"] for case in sampled["cases"])
-    wanted = ("full vocabulary", "threshold", "load-aware", "block", "spoilt", "deep", "prefill", "unfiltered")
+    wanted = ("full vocabulary", "lookup", "threshold", "load-aware", "block", "spoilt", "deep", "prefill", "unfiltered")
     assert all(name in names for name in wanted)
     assert all(case["mismatches"] == 0 < case["checks"] for case in sampled["cases"])
     assert [control["flaw"] for control in sampled["controls"]] == [flaw.name for flaw in FLAWS]

@@ -79,7 +79,7 @@ def test_fields_without_a_flag_of_their_own_are_set_by_name(model: str, drafter:
 
 def test_json_says_what_the_run_was(model: str, drafter: str) -> None:
     data = generated(model, "--drafter", drafter, "--temperature", "0.9", "--seed", "7")
-    assert data["model"] == model and data["drafter"] == "random" and data["dtype"] == "float32"
+    assert data["model"] == model and data["drafter"] == "random with lookup" and data["dtype"] == "float32"
     assert data["sampling"] == asdict(SamplingParams(temperature=0.9, seed=7)) | {
         "banned_token_ids": [],
         "logit_bias": [],

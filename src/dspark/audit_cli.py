@@ -33,6 +33,7 @@ from dspark.evaluate.bench import prompts_of, read_prompts
 from dspark.evaluate.demo_prompts import PROMPTS
 from dspark.maths.scheduling import GreedyScheduler, ThresholdScheduler
 from dspark.models.drafter import NoDrafter
+from dspark.models.lookup_drafter import LookupDrafter
 from dspark.models.registry import default_drafter_folder, load_drafter
 from dspark.models.target import Target
 from dspark.numbers import number_text
@@ -187,6 +188,7 @@ def variants_of(bundle: Bundle, spec: str) -> Iterator[Variant]:
     yield Variant(name="as given", drafter=drafter)
     if spec != "ngram":
         yield Variant(name="full vocabulary", drafter=load_drafter(spec, target, candidates=0))
+        yield Variant(name="lookup", drafter=LookupDrafter(drafter))
     if drafter.has_confidence:
         yield Variant(name=f"threshold {THRESHOLD:g}", drafter=drafter, scheduler=ThresholdScheduler(THRESHOLD))
         sps = torch.tensor([0.0, *(1.0 / (1.0 + TOKEN_COST * b) for b in range(drafter.block_size + 1))])
