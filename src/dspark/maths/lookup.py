@@ -47,13 +47,14 @@ class TextIndex:
         place = self._latest.get(tuple(text[length - SHORTEST :]), 0) if length >= SHORTEST else 0
         best, found = 0, 0
         for _ in range(PLACES):
-            if not place:
+            if not place or best == LONGEST:
                 break
-            alike = SHORTEST
-            while alike < LONGEST and alike < place and text[place - alike - 1] == text[length - alike - 1]:
-                alike += 1
-            if alike > best:
-                best, found = alike, place
+            if best < place and (not best or text[place - best - 1] == text[length - best - 1]):  # else no better
+                alike = SHORTEST
+                while alike < LONGEST and alike < place and text[place - alike - 1] == text[length - alike - 1]:
+                    alike += 1
+                if alike > best:
+                    best, found = alike, place
             place = self._before[place]
         return best, found
 
