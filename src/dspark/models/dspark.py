@@ -258,11 +258,12 @@ class DsparkDrafter:
             begin = time.perf_counter()
             drafted = self._stage.draft(blocks, hidden, block=self.block_size)
             seconds = time.perf_counter() - begin
-        proposed = np.array([0 if i in drafted.failed else size for i, size in enumerate(sizes)], dtype=np.int64)
+        proposed = [0 if i in drafted.failed else size for i, size in enumerate(sizes)]
+        certain = [size == 0 or ask.sampling.greedy for size, ask in zip(proposed, asks, strict=True)]
         return BatchProposal(
             draft_tokens=drafted.token_ids,
-            proposed=proposed,
-            certain=np.array([ask.sampling.greedy for ask in asks], dtype=np.bool_) | (proposed == 0),
+            proposed=np.array(proposed, dtype=np.int64),
+            certain=np.array(certain, dtype=np.bool_),
             probs=drafted.probs,
             support_ids=drafted.support_ids,
             confidence=drafted.confidence,
@@ -306,9 +307,10 @@ class DsparkDrafter:
         given = self.config.block_inputs - self.block_size  # slots of a block that predict nothing
         slots = [size + given for size in sizes]
         starts = [0, *accumulate(slots[:-1])]
-        token_ids = np.full(sum(slots), self.config.mask_token_id)
-        token_ids[starts] = anchors
-        x = self._target.embed(torch.from_numpy(token_ids).to(self.device)).to(self.dtype)
+        token_ids = [self.config.mask_token_id] * sum(slots)
+        for start, anchor in zip(starts, anchors, strict=True):
+            token_ids[start] = anchor
+        x = self._target.embed(torch.tensor(token_ids, dtype=torch.long, device=self.device)).to(self.dtype)
         base = None
         if self._short is not None and len(x) <= self._short.most_tokens:
             angles = self._angles(self._decoder.rope, memory.max_len)

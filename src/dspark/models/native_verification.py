@@ -87,7 +87,13 @@ def verify_batch(
 def library_for(logits: Tensor) -> ctypes.CDLL | None:
     """verify.c if it covers ``logits``."""
     covered = logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
-    return _library() if covered and native_wanted() else None
+    return _wanted() if covered else None
+
+
+@functools.cache
+def _wanted() -> ctypes.CDLL | None:
+    """verify.c, unless nothing compiled is wanted; asked once, for looking into the environment takes its time."""
+    return _library() if native_wanted() else None
 
 
 @functools.cache
@@ -121,22 +127,26 @@ def _verify_greedy(
     What :class:`_Step` gives, and for a single request a quarter of its time, which is mostly that of starting small
     operations whose code the target's pass has driven out of the caches.
     """
-    count = len(verify_lens)
-    told = np.array((verify_lens, range(count) if draft_rows is None else draft_rows), dtype=np.int64)
-    assert sum(verify_lens) + count == len(logits), "one row per draft, and one after the last, of every request"
+    count, (rows, vocab) = len(verify_lens), logits.shape
+    assert sum(verify_lens) + count == rows, "one row per draft, and one after the last, of every request"
     assert drafts is not None or not any(verify_lens), "drafts to verify, but none given"
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    tokens = None if drafts is None else drafts.draft_tokens.to(torch.int64).contiguous()
-    found = np.empty((3, count), dtype=np.int64)  # accepted, next token, bad row
-    lens, into, size = _address(told), _address(found), 8 * count
-    address, block = (0, 0) if tokens is None else (tokens.data_ptr(), tokens.shape[1])
-    half, (stride, vocab) = logits.dtype == torch.bfloat16, (logits.stride(0), logits.shape[1])
+    stride, apart = logits.stride()
+    if apart != 1:
+        logits, stride = logits.contiguous(), vocab
+    address = block = 0
+    if drafts is not None:
+        tokens = drafts.draft_tokens.to(torch.int64).contiguous()
+        address, block = tokens.data_ptr(), tokens.shape[1]
+    numbers = ctypes.c_int64 * count
+    places = numbers(*(range(count) if draft_rows is None else draft_rows))
+    accepted, next_tokens, bad_rows = numbers(), numbers(), numbers()
     if library.verify_greedy(
-        *(logits.data_ptr(), stride, half, vocab, count, lens, lens + size, address, block),
-        *(into, into + size, into + 2 * size),
+        *(logits.data_ptr(), stride, logits.dtype == torch.bfloat16, vocab, count, numbers(*verify_lens), places),
+        *(address, block, accepted, next_tokens, bad_rows),
     ):
         raise MemoryError("no memory to verify drafts; lower the number of seats")
-    errors = {i: no_distribution(row) for i, row in enumerate(found[2].tolist()) if row >= 0}
+    errors = {i: no_distribution(row) for i, row in enumerate(bad_rows) if row >= 0}
+    found = np.array((accepted[:], next_tokens[:]), dtype=np.int64)
     return BatchVerdict(accepted=found[0], next_tokens=found[1], errors=errors)
 
 

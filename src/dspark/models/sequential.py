@@ -56,17 +56,26 @@ class ConfidenceWeights:
 class Drafted:
     """What the stage drew, a row per request, as wide as the longest block asked for. All ids are the target's.
 
-    ``token_ids`` behind a request's own block are 0, and so are all of a request that ``failed``, because a position's
+    ``ids`` behind a request's own block are 0, and so are all of a request that ``failed``, because a position's
     logits left no token; other entries there say nothing. ``probs`` are those of sampled requests; of greedy ones they
     say nothing.
     """
 
-    token_ids: Int[Tensor, "requests block"]
-    prev_ids: Int[Tensor, "requests block"]  # token before each: the anchor, then the drafts
+    ids: Int[Tensor, "requests block_plus_1"]  # the anchor, then the drafts
     probs: Float[Tensor, "requests block support"] | None  # None: all are greedy
     support_ids: Int[Tensor, "requests block support"] | None  # None: the target's vocabulary in order
     failed: frozenset[int]  # requests
     confidence: Float[np.ndarray, "requests block"] | None = None  # 0 behind a request's own block
+
+    @property
+    def token_ids(self) -> Int[Tensor, "requests block"]:
+        """The drafts."""
+        return self.ids[:, 1:]
+
+    @property
+    def prev_ids(self) -> Int[Tensor, "requests block"]:
+        """The token before each."""
+        return self.ids[:, :-1]
 
 
 class SequentialStage:
@@ -102,6 +111,7 @@ class SequentialStage:
         if self._library is not None and self.head is not None:
             w2, half = self.head.markov_w2.weight, self.head.markov_w2.weight.bfloat16()
             self._w2 = half if torch.equal(half.float(), w2) else w2
+        self._alike = self._what_calls_share()
 
     @property
     def native(self) -> bool:
@@ -117,13 +127,13 @@ class SequentialStage:
         from its own generator, whatever the others ask.
         """
         block = max((len(ask.base) for ask in asks), default=0) if block is None else block
-        shares = np.zeros((len(asks), block))
+        shares = torch.zeros(len(asks), block, dtype=torch.float64)
         for i, ask in enumerate(asks):
             if not ask.sampling.greedy:
-                shares[i, : len(ask.base)] = uniforms(len(ask.base), ask.generator).numpy()
+                shares[i, : len(ask.base)] = uniforms(len(ask.base), ask.generator)
         if self._library is not None:
             return self._fused(self._library, asks, hidden, shares)
-        drafted = self._plain(asks, hidden, torch.from_numpy(shares).to(self.device))
+        drafted = self._plain(asks, hidden, shares.to(self.device))
         if self._confidence is None:
             return drafted
         sizes = [len(ask.base) for ask in asks]
@@ -135,7 +145,8 @@ class SequentialStage:
         Behind its own end a block goes on with its last position, for nothing.
         """
         if not asks:
-            return _drafted(torch.zeros(0, shares.shape[1] + 1, dtype=torch.long), None, None, set())
+            nobody = torch.zeros(0, shares.shape[1] + 1, dtype=torch.long)
+            return Drafted(ids=nobody, probs=None, support_ids=None, failed=frozenset())
         counts = torch.tensor([len(ask.base) for ask in asks], device=self.device)
         base = torch.cat([ask.base.float() for ask in asks])
         columns = support = None
@@ -166,10 +177,11 @@ class SequentialStage:
         counts[sorted(failed)] = 0
         found *= torch.arange(found.shape[1], device=self.device) <= counts[:, None]
         if greedy:
-            return _drafted(found, None, None, failed)
+            return Drafted(ids=found, probs=None, support_ids=None, failed=frozenset(failed))
         padding = (0, 0, 0, missing)
         held = None if support is None else F.pad(torch.stack(supports, 1), padding)
-        return _drafted(found, F.pad(torch.stack(probs, 1), padding), held, failed)
+        drawn_from = F.pad(torch.stack(probs, 1), padding)
+        return Drafted(ids=found, probs=drawn_from, support_ids=held, failed=frozenset(failed))
 
     def _bias(
         self, latents: Float[Tensor, "requests rank"], columns: Int[Tensor, "requests candidates"] | None
@@ -192,12 +204,24 @@ class SequentialStage:
         found[inside] = torch.sigmoid(inputs @ of.weight + of.bias).cpu().numpy()
         return found
 
+    def _what_calls_share(self) -> _Sequential:
+        """The structure of a compiled call, as far as it is the same in all; it points into what this stage owns."""
+        call, of = _Sequential(width=self._width, candidates=self.candidates), self._confidence
+        call.names = None if self._token_ids is None else self._token_ids.data_ptr()
+        if self.head is not None and self._w2 is not None:
+            w1 = self.head.markov_w1.weight
+            call.w1, call.w2, call.rank = w1.data_ptr(), self._w2.data_ptr(), w1.shape[1]
+            call.half = self._w2.dtype == torch.bfloat16
+        if of is not None:
+            call.weight, call.bias, call.looks_back = of.weight.data_ptr(), of.bias, of.looks_back
+        return call
+
     def _fused(
         self,
         library: ctypes.CDLL,
         asks: Sequence[BlockAsk],
         hidden: Tensor,
-        shares: Float[np.ndarray, "requests block"],
+        shares: Float[Tensor, "requests block"],
     ) -> Drafted:
         """The same over candidates, in one call."""
         count, block = shares.shape
@@ -208,45 +232,23 @@ class SequentialStage:
         shape, room = (count, block, self.candidates), torch.empty if certain else torch.zeros  # if so, nobody reads it
         support, probs = room(shape, dtype=torch.long), room(shape)
         ids = torch.zeros(count, block + 1, dtype=torch.long)
-        call = _Sequential(count=count, block=block, width=self._width, candidates=self.candidates)
-        call.requests, call.uniforms = table.ctypes.data, shares.ctypes.data
+        call = _Sequential.from_buffer_copy(self._alike)
+        call.count, call.block, call.requests = count, block, table.__array_interface__["data"][0]
         call.support, call.probs, call.tokens = support.data_ptr(), probs.data_ptr(), ids.data_ptr()
-        call.names = None if self._token_ids is None else self._token_ids.data_ptr()
-        if self.head is not None and self._w2 is not None:
-            w1 = self.head.markov_w1.weight
-            call.w1, call.w2, call.rank = w1.data_ptr(), self._w2.data_ptr(), w1.shape[1]
-            call.half = self._w2.dtype == torch.bfloat16
-        confidence = None
-        if (of := self._confidence) is not None:
-            hidden, confidence = hidden.contiguous(), np.zeros((count, block), dtype=np.float32)
+        call.uniforms, confidence = shares.data_ptr(), None
+        if self._confidence is not None:
+            hidden, confidence = hidden.contiguous(), torch.zeros(count, block)
             call.hidden, call.states = hidden.data_ptr(), hidden.shape[1]
-            call.half_states = hidden.dtype == torch.bfloat16
-            call.weight, call.bias, call.looks_back = of.weight.data_ptr(), of.bias, of.looks_back
-            call.confidence = confidence.ctypes.data
+            call.half_states, call.confidence = hidden.dtype == torch.bfloat16, confidence.data_ptr()
         if library.draft(ctypes.byref(call)):
             raise MemoryError("no memory to choose candidates; lower candidates or block_size")
-        failed = set(table["failed"].nonzero()[0].tolist())
-        if certain:
-            return _drafted(ids, None, None, failed, confidence)
-        return _drafted(ids, probs, support, failed, confidence)
-
-
-def _drafted(
-    ids: Int[Tensor, "requests block_plus_1"],
-    probs: Tensor | None,
-    support_ids: Tensor | None,
-    failed: set[int],
-    confidence: Float[np.ndarray, "requests block"] | None = None,
-) -> Drafted:
-    """``ids`` are those of the anchors, then of the drafts."""
-    return Drafted(
-        token_ids=ids[:, 1:],
-        prev_ids=ids[:, :-1],
-        probs=probs,
-        support_ids=support_ids,
-        failed=frozenset(failed),
-        confidence=confidence,
-    )
+        return Drafted(
+            ids=ids,
+            probs=None if certain else probs,
+            support_ids=None if certain else support,
+            failed=frozenset(i for i, failed in enumerate(table["failed"].tolist()) if failed),
+            confidence=None if confidence is None else confidence.numpy(),
+        )
 
 
 def draft_weights(

@@ -24,7 +24,7 @@ def verify(batch: StepBatch, output: StepOutput) -> BatchVerdict | None:
         return None
     flights = [judged.flight for judged in batch.judged]
     return verify_batch(
-        output.logits[: batch.judged_rows],
+        output.logits if batch.judged_rows == len(batch.rows) else output.logits[: batch.judged_rows],
         [judged.verify_len for judged in batch.judged],
         batch.proposal,
         [flight.request.sampling for flight in flights],
@@ -62,14 +62,16 @@ class Commit:
                 self.roster.memory.rollback(flight.seat, flight.computed)
         if self.drafter.block_size == 0:
             return 0.0
-        token_ids = torch.tensor(batch.token_ids, dtype=torch.long, device=self._device)
-        features = output.features
-        if sum(kept) < len(batch.token_ids):
-            places = kept_tokens(batch.starts, kept).to(token_ids.device)
-            token_ids = token_ids[places]
-            features = None if features is None else features[places]
+        token_ids, features = batch.token_ids, output.features
+        if len(kept) == 1:
+            token_ids, features = token_ids[: kept[0]], None if features is None else features[: kept[0]]
+        elif sum(kept) < len(token_ids):
+            places = kept_tokens(batch.starts, kept)
+            token_ids = [token_ids[place] for place in places.tolist()]
+            features = None if features is None else features[places.to(features.device)]
+        ids = torch.tensor(token_ids, dtype=torch.long, device=self._device)
         started = time.perf_counter()
-        self.drafter.extend(batch.seats, kept, token_ids, features)
+        self.drafter.extend(batch.seats, kept, ids, features)
         return time.perf_counter() - started
 
     def append(self, batch: StepBatch, output: StepOutput, verdict: BatchVerdict | None) -> list[Outcome]:
