@@ -12,6 +12,7 @@ from dspark.evaluate.bench import BenchConfig, measure, near_tie_tolerance
 from dspark.evaluate.calibrate import quality_fields
 from dspark.evaluate.figures import BenchReport, Pair, bench_report, plain_data
 from dspark.maths.scheduling import FixedScheduler, Scheduler
+from dspark.models.lookup_drafter import LookupDrafter
 from dspark.profile_cli import measure_bundle
 from dspark.road.data import part_path
 from dspark.road.ledger import Facts
@@ -83,7 +84,8 @@ def profile(road: Road) -> Facts:
 
 
 def compare(road: Road) -> Facts:
-    """Answer held-out prompts with and without drafts, by every scheduler that the folder has the files for."""
+    """Answer held-out prompts with and without drafts, as they will be served, by every scheduler that the folder has
+    the files for."""
     bundle = road.bundle()
     asked = _asked(road, "compare")
     rules: dict[str, Scheduler] = {"fixed": FixedScheduler()}
@@ -104,7 +106,7 @@ def _compared(
         stop_token_ids=frozenset(bundle.chat.stop_token_ids),
     )
     pairs: list[Pair] = []
-    for pair in measure(bundle.target, bundle.drafter, asked, config, scheduler=rule):
+    for pair in measure(bundle.target, LookupDrafter(bundle.drafter), asked, config, scheduler=rule):
         pairs.append(pair)
         road.ledger.beat()
         road.progress.show(f"{name}: {len(pairs)} of {len(asked)} prompts", len(pairs) / len(asked))
