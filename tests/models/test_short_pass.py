@@ -159,6 +159,27 @@ def test_the_order_of_sums_is_found() -> None:
     assert len(right) == 1, "one order fits, or this library has another"
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 576), (64, 1536)])
+def test_a_products_row_has_the_librarys_bits_among_any_number_of_rows(outputs: int, inputs: int, threads: int) -> None:
+    """Every form of the compiled loop; sums of one and of several pieces; blocks of columns that threads share."""
+    if not supported():
+        pytest.skip("no compiler, or other products of bfloat16")
+    native = lean("qwen3")._native
+    assert native is not None
+    generator = torch.Generator().manual_seed(5)
+    linear = Linear(torch.randn(outputs, inputs, generator=generator).bfloat16(), torch.randn(outputs).bfloat16())
+    x = torch.randn(140, inputs, generator=generator).bfloat16()
+    compiled, theirs = compiled_products.compiled_product(linear, native.library), linear(x)
+    assert compiled is not None
+    torch.set_num_threads(threads)
+    try:
+        for rows in (*range(1, 18), 127, 128, 129, 140):
+            assert torch.equal(compiled(x[-rows:]), theirs[-rows:]), rows
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("sizes", [[7], [1, 4, 7]], ids=["one", "several"])
 def test_a_drafters_blocks_see_all_of_themselves_in_one_call(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks hide nothing from their own tokens; the call has the bits of the layers one by one there too."""

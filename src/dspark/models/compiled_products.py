@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -82,11 +83,12 @@ def _form(linear: Linear, piece: int) -> ProductForm:
 def agree(linears: Sequence[Linear], piece: int, library: ctypes.CDLL) -> bool:
     """Whether compiled products of one shape equal the library's on random rows, as many as make a chance hit unlikely.
 
-    Sums in another order differ in their last bit, and rounding to bfloat16 lets one in some 30,000 show.
+    Sums in another order differ in their last bit, and rounding to bfloat16 lets one in some 30,000 show: so few or small
+    products are tried again, on other rows.
     """
     outputs, inputs = linears[0].out_features, linears[0].in_features
     generator = torch.Generator().manual_seed(inputs)
-    for linear in linears[: -(-TRIALS // (TRIAL_ROWS * outputs))]:
+    for linear in itertools.islice(itertools.cycle(linears), -(-TRIALS // (TRIAL_ROWS * outputs))):
         if not linear.packed or outputs % BLOCK or inputs % 2 or linear.place()[1] != 2 * inputs * outputs:
             return False
         x = torch.randn(TRIAL_ROWS, inputs, generator=generator).bfloat16()

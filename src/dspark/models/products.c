@@ -9,7 +9,10 @@
 
 #define BLOCK 64 /* output columns that lie together */
 #define HALF 2   /* vectors of columns in half a block: the unit in which threads share a product */
-#define ROWS 4   /* rows whose sums stay in registers */
+#define ROWS 4   /* of a group: rows whose sums stay in registers, with much in flight */
+#define LONE_ROWS 6 /* the same for a group that shares its weights with no other */
+#define TURN 32  /* pairs of inputs, whose weights take 8 KiB, that two groups add up in turns */
+#define AHEAD 64 /* pairs of inputs: how far they ask ahead meanwhile */
 #define CHUNK 128 /* rows that read a block of weights before the next block's turn */
 #define SHARED 64 /* neighbouring states that share a scale when eight-bit weights are to be multiplied */
 
@@ -28,8 +31,8 @@ struct rounded {
     int32_t *starts; /* [rows][in / SHARED]: what a sum begins with, because 128 was added to each weight */
 };
 
-/* Where the sums of a tile begin to read, and what of the next block it asks for meanwhile (vectors first to last): where
- * several groups of rows read a block, all but one read it from a cache. */
+/* Where the sums of a tile begin to read, and what of the next block it asks for meanwhile (vectors first to last):
+ * where several groups of rows read a block, all but one read it from a cache. */
 struct reading {
     int64_t column;
     int first, last;
@@ -41,20 +44,27 @@ static inline __attribute__((always_inline)) void put(const struct product *p, s
     memcpy(y + column, &short_sum, sizeof short_sum);
 }
 
-/* y for up to ROWS rows and ``vectors`` times LANES neighbouring columns. */
+/* y for up to LONE_ROWS rows and ``vectors`` times LANES neighbouring columns. ``lone``: no other group reads the block,
+ * and the processor asks for what follows by itself, faster than we could. */
 static inline __attribute__((always_inline)) void tile(const struct product *p, const state *x, state *y,
-                                                       struct reading at, const int rows, const int vectors) {
-    __m512 sums[ROWS][2 * HALF], before[ROWS][2 * HALF];
+                                                       struct reading at, const int rows, const int vectors,
+                                                       const int lone) {
+    __m512 sums[LONE_ROWS][2 * HALF], before[LONE_ROWS][2 * HALF];
     const uint32_t *weight = (const uint32_t *)p->weight + at.column / BLOCK * BLOCK * (p->in / 2) + at.column % BLOCK;
     const uint32_t *next = weight + BLOCK * (p->in / 2);
-    memset(before, 0, sizeof before);
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) before[r][v] = _mm512_setzero_ps();
     for (int64_t begin = 0; begin < p->in / 2; begin += p->piece) {
         int64_t end = begin + p->piece < p->in / 2 ? begin + p->piece : p->in / 2;
-        memset(sums, 0, sizeof sums);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_setzero_ps();
         for (int64_t k = begin; k < end; k++, weight += BLOCK, next += BLOCK) {
             __m512bh part[2 * HALF];
-            for (int v = at.first; v < at.last; v++) _mm_prefetch(next + v * LANES, _MM_HINT_T1);
-            for (int v = 0; v < vectors; v++) part[v] = (__m512bh)_mm512_loadu_si512(weight + v * LANES);
+            for (int v = at.first; !lone && v < at.last; v++) _mm_prefetch(next + v * LANES, _MM_HINT_T1);
+            for (int v = 0; v < vectors; v++) {
+                part[v] = (__m512bh)_mm512_loadu_si512(weight + v * LANES);
+                if (rows >= ROWS) __asm__("" : "+v"(part[v])); /* or gcc loads it again for each row */
+            }
             for (int r = 0; r < rows; r++) {
                 uint32_t pair;
                 memcpy(&pair, x + r * p->in + 2 * k, sizeof pair);
@@ -69,6 +79,55 @@ static inline __attribute__((always_inline)) void tile(const struct product *p, 
     }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) put(p, y + r * p->out, at.column + v * LANES, before[r][v]);
+}
+
+/* Add ``count`` pairs of inputs to the sums of a group, and ask for the vectors first to last AHEAD of those. */
+static inline __attribute__((always_inline)) void add_up(const uint32_t *weight, const state *x, int64_t in,
+                                                         int64_t count, __m512 (*kept)[2 * HALF], const int first,
+                                                         const int last, const int rows, const int vectors) {
+    __m512 sums[ROWS][2 * HALF];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) sums[r][v] = kept[r][v];
+    for (int64_t k = 0; k < count; k++, weight += BLOCK, x += 2) {
+        __m512bh part[2 * HALF];
+        for (int v = first; v < last; v++) _mm_prefetch(weight + AHEAD * BLOCK + v * LANES, _MM_HINT_T1);
+        for (int v = 0; v < vectors; v++) {
+            part[v] = (__m512bh)_mm512_loadu_si512(weight + v * LANES);
+            if (rows >= ROWS) __asm__("" : "+v"(part[v]));
+        }
+        for (int r = 0; r < rows; r++) {
+            uint32_t pair;
+            memcpy(&pair, x + r * in, sizeof pair);
+            __m512bh both = (__m512bh)_mm512_set1_epi32((int)pair);
+            for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], both, part[v]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) kept[r][v] = sums[r][v];
+}
+
+/* y for two groups of ``some`` and ``more`` rows, which add up in turns: a turn's weights stay in the nearest cache. */
+static inline __attribute__((always_inline)) void tiles(const struct product *p, const state *x, state *y,
+                                                        int64_t column, const int some, const int more,
+                                                        const int vectors) {
+    __m512 sums[2 * ROWS][2 * HALF], before[2 * ROWS][2 * HALF];
+    const uint32_t *weight = (const uint32_t *)p->weight + column / BLOCK * BLOCK * (p->in / 2) + column % BLOCK;
+    for (int64_t begin = 0; begin < p->in / 2; begin += p->piece) {
+        int64_t end = begin + p->piece < p->in / 2 ? begin + p->piece : p->in / 2;
+        memset(sums, 0, sizeof sums);
+        for (int64_t k = begin; k < end; k += TURN, weight += TURN * BLOCK) {
+            int64_t count = end - k < TURN ? end - k : TURN;
+            add_up(weight, x + 2 * k, p->in, count, sums, 0, vectors / 2, some, vectors);
+            add_up(weight, x + some * p->in + 2 * k, p->in, count, sums + some, vectors / 2, vectors, more, vectors);
+            if (count < TURN) weight -= (TURN - count) * BLOCK;
+        }
+        for (int r = 0; r < some + more; r++)
+            for (int v = 0; v < vectors; v++)
+                if (begin) before[r][v] = _mm512_add_ps(before[r][v], sums[r][v]);
+                else before[r][v] = sums[r][v];
+    }
+    for (int r = 0; r < some + more; r++)
+        for (int v = 0; v < vectors; v++) put(p, y + r * p->out, column + v * LANES, before[r][v]);
 }
 
 #ifdef __AVX512VNNI__
@@ -139,10 +198,16 @@ static void columns(const struct product *p, const state *x, const struct rounde
     switch (some * 8 + vectors) { \
         F(1, HALF) F(2, HALF) F(3, HALF) F(4, HALF) F(1, 2 * HALF) F(2, 2 * HALF) F(3, 2 * HALF) F(4, 2 * HALF) \
     }
-#define TILE(n, v) case n * 8 + v: tile(p, x + from * p->in, y + from * p->out, at, n, v); break;
+#define TILE(n, v) case n * 8 + v: tile(p, x + from * p->in, y + from * p->out, at, n, v, 0); break;
 #define TILE_OF_EIGHT(n, v) case n * 8 + v: tile_of_eight(p, eight, from, y + from * p->out, at, n, v); break;
-    int groups = (int)((rows + ROWS - 1) / ROWS);
+#define ONCE(n, v) case n * 8 + v: tile(p, x, y, at, n, v, 1); return;
+#define IN_TURNS(n, m, v) case (n + m) * 8 + v: tiles(p, x, y, column, n, m, v); return;
+#define UP_TO_EIGHT(v) \
+    ONCE(1, v) ONCE(2, v) ONCE(3, v) ONCE(4, v) ONCE(5, v) ONCE(6, v) IN_TURNS(3, 4, v) IN_TURNS(4, 4, v)
     struct reading at = {column, 0, 0};
+    if (!p->scale)
+        switch (rows * 8 + vectors) { UP_TO_EIGHT(HALF) UP_TO_EIGHT(2 * HALF) }
+    int groups = (int)((rows + ROWS - 1) / ROWS);
     for (int g = 0; g < groups; g++) {
         int64_t from = rows * g / groups, some = rows * (g + 1) / groups - from;
         at.first = at.last;
