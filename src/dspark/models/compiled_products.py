@@ -83,8 +83,8 @@ def _form(linear: Linear, piece: int) -> ProductForm:
 def agree(linears: Sequence[Linear], piece: int, library: ctypes.CDLL) -> bool:
     """Whether compiled products of one shape equal the library's on random rows, as many as make a chance hit unlikely.
 
-    Sums in another order differ in their last bit, and rounding to bfloat16 lets one in some 30,000 show: so few or small
-    products are tried again, on other rows.
+    Sums in another order differ in their last bit, and rounding to bfloat16 lets one in some 30,000 show: so few or
+    small products are tried again, on other rows.
     """
     outputs, inputs = linears[0].out_features, linears[0].in_features
     generator = torch.Generator().manual_seed(inputs)
