@@ -207,7 +207,7 @@ def scaled(
 
 def logits_of(confidence: Float[np.ndarray, "*rows block"]) -> Float[np.ndarray, "*rows block"]:
     """Logits in float64, of confidences kept within [1e-8, 1 - 1e-8]."""
-    c = confidence.astype(np.float64).clip(EPSILON, 1.0 - EPSILON)
+    c = np.minimum(np.maximum(confidence.astype(np.float64), EPSILON), 1.0 - EPSILON)
     return np.log(c) - np.log1p(-c)
 
 

@@ -140,7 +140,7 @@ class SurvivalHistory:
         """Expected survivals of each of ``rows``: in [0, 1], never rising along a row."""
         self._settle(rows)
         mixed = self._sums[rows] + self._pull * self.usual
-        return (mixed / (self._weights[rows] + self._pull)[:, None]).clip(0.0, 1.0)
+        return np.minimum(mixed / (self._weights[rows] + self._pull)[:, None], 1.0)
 
     def confidence(self, rows: Int[np.ndarray, "requests"]) -> Table:
         """The same as conditional chances c_k: the ratios along the rows."""

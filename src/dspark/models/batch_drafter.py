@@ -190,10 +190,11 @@ def flat_places(
     seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]
 ) -> tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"]]:
     """Seat and position of each token of a flat batch, ``counts[i]`` of them from position ``starts[i]`` on."""
-    sizes = np.asarray(counts, dtype=np.int64)
-    rows = np.repeat(np.asarray(seats, dtype=np.int64), sizes)
-    first = np.repeat(np.asarray(starts, dtype=np.int64) - (sizes.cumsum() - sizes), sizes)
-    return torch.from_numpy(rows), torch.from_numpy(first + np.arange(len(rows)))
+    where = np.empty((2, sum(counts)), dtype=np.int64)
+    where[0] = [seat for seat, count in zip(seats, counts, strict=True) for _ in range(count)]
+    where[1] = [at for start, count in zip(starts, counts, strict=True) for at in range(start, start + count)]
+    rows, positions = torch.from_numpy(where)
+    return rows, positions
 
 
 def stacked(

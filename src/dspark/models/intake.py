@@ -77,7 +77,7 @@ class Intake:
         p.features, p.x = features.data_ptr(), scratch.data_ptr()
         p.h = p.x + tokens * p.hidden * scratch.element_size()
         p.projected = p.h + tokens * p.hidden * scratch.element_size()
-        a = p.attention
+        a = p.attention  # a part of p
         a.request, a.position, a.tokens = rows.data_ptr(), positions.data_ptr(), tokens
         self._run(ctypes.byref(p))
 

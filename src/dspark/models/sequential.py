@@ -127,25 +127,29 @@ class SequentialStage:
         from its own generator, whatever the others ask.
         """
         block = max((len(ask.base) for ask in asks), default=0) if block is None else block
-        shares = torch.zeros(len(asks), block, dtype=torch.float64)
-        for i, ask in enumerate(asks):
-            if not ask.sampling.greedy:
-                shares[i, : len(ask.base)] = uniforms(len(ask.base), ask.generator)
+        shares = None  # of the uniforms; no greedy request has any
+        if not all(ask.sampling.greedy for ask in asks):
+            shares = torch.zeros(len(asks), block, dtype=torch.float64)
+            for i, ask in enumerate(asks):
+                if not ask.sampling.greedy:
+                    shares[i, : len(ask.base)] = uniforms(len(ask.base), ask.generator)
         if self._library is not None:
-            return self._fused(self._library, asks, hidden, shares)
-        drafted = self._plain(asks, hidden, shares.to(self.device))
+            return self._fused(self._library, asks, hidden, shares, block)
+        drafted = self._plain(asks, hidden, None if shares is None else shares.to(self.device), block)
         if self._confidence is None:
             return drafted
         sizes = [len(ask.base) for ask in asks]
         return replace(drafted, confidence=self._confidences(self._confidence, hidden, drafted.prev_ids, sizes))
 
-    def _plain(self, asks: Sequence[BlockAsk], hidden: Tensor, shares: Float[Tensor, "requests block"]) -> Drafted:
+    def _plain(
+        self, asks: Sequence[BlockAsk], hidden: Tensor, shares: Float[Tensor, "requests block"] | None, block: int
+    ) -> Drafted:
         """The loop of the paper, over the full vocabulary or over candidates, a position of all blocks at a time.
 
         Behind its own end a block goes on with its last position, for nothing.
         """
         if not asks:
-            nobody = torch.zeros(0, shares.shape[1] + 1, dtype=torch.long)
+            nobody = torch.zeros(0, block + 1, dtype=torch.long)
             return Drafted(ids=nobody, probs=None, support_ids=None, failed=frozenset())
         counts = torch.tensor([len(ask.base) for ask in asks], device=self.device)
         base = torch.cat([ask.base.float() for ask in asks])
@@ -156,14 +160,14 @@ class SequentialStage:
         elif self._token_ids is not None:
             support = self._token_ids.expand(base.shape)
         ids, probs, supports = [torch.tensor([ask.anchor for ask in asks], device=self.device)], [], []
-        failed, state, greedy = set[int](), None, all(ask.sampling.greedy for ask in asks)
+        failed, state = set[int](), None
         for k in range(int(counts.max())):
             rows = counts.cumsum(0) - counts + (counts - 1).clamp(max=k)
             logits = base[rows]
             if self.head is not None:
                 latents, state = self.head.step(ids[-1], hidden[rows].float(), state)
                 logits = logits + self._bias(latents, None if columns is None else columns[rows])
-            if greedy:
+            if shares is None:
                 places = logits.argmax(1)
             else:
                 weights, empty = draft_weights(logits, [ask.sampling for ask in asks])
@@ -172,11 +176,11 @@ class SequentialStage:
                 places = draw_at(weights, shares[:, k])
             supports.append(places if support is None else support[rows])
             ids.append(places if support is None else supports[-1].gather(1, places[:, None])[:, 0])
-        missing = shares.shape[1] + 1 - len(ids)
+        missing = block + 1 - len(ids)
         found = torch.stack([*ids, *[torch.zeros_like(ids[0])] * missing], 1)
         counts[sorted(failed)] = 0
         found *= torch.arange(found.shape[1], device=self.device) <= counts[:, None]
-        if greedy:
+        if shares is None:
             return Drafted(ids=found, probs=None, support_ids=None, failed=frozenset(failed))
         padding = (0, 0, 0, missing)
         held = None if support is None else F.pad(torch.stack(supports, 1), padding)
@@ -221,21 +225,22 @@ class SequentialStage:
         library: ctypes.CDLL,
         asks: Sequence[BlockAsk],
         hidden: Tensor,
-        shares: Float[Tensor, "requests block"],
+        shares: Float[Tensor, "requests block"] | None,
+        block: int,
     ) -> Drafted:
         """The same over candidates, in one call."""
-        count, block = shares.shape
+        count, certain = len(asks), shares is None
         bases = [ask.base.contiguous() for ask in asks]
         firsts = [0, *accumulate(len(base) for base in bases)]
         entries = [_entry(ask, base, first) for ask, base, first in zip(asks, bases, firsts, strict=False)]
-        table, certain = np.array(entries, dtype=_REQUEST), all(ask.sampling.greedy for ask in asks)
+        table = np.array(entries, dtype=_REQUEST)
         shape, room = (count, block, self.candidates), torch.empty if certain else torch.zeros  # if so, nobody reads it
         support, probs = room(shape, dtype=torch.long), room(shape)
         ids = torch.zeros(count, block + 1, dtype=torch.long)
         call = _Sequential.from_buffer_copy(self._alike)
         call.count, call.block, call.requests = count, block, table.__array_interface__["data"][0]
         call.support, call.probs, call.tokens = support.data_ptr(), probs.data_ptr(), ids.data_ptr()
-        call.uniforms, confidence = shares.data_ptr(), None
+        call.uniforms, confidence = None if shares is None else shares.data_ptr(), None
         if self._confidence is not None:
             hidden, confidence = hidden.contiguous(), torch.zeros(count, block)
             call.hidden, call.states = hidden.data_ptr(), hidden.shape[1]

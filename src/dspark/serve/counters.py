@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-
-import numpy as np
-from jaxtyping import Int
+from itertools import accumulate
 
 from dspark.serve.events import EngineStats
 from dspark.serve.roster import Roster
@@ -20,8 +18,8 @@ class Counters:
     def __init__(self, block_size: int) -> None:
         self.steps = self.drafted_steps = self.rounds = self.prompt_tokens = self.completion_tokens = 0
         self.lookup_rounds = self.lookup_accepted = 0  # those with drafts from their own text
-        self.proposed, self.verified, self.accepted = (np.zeros(block_size + 1, dtype=np.int64) for _ in range(3))
-        # each by number of drafts, 0..block_size
+        self.proposed, self.verified, self.accepted = ([0] * (block_size + 1) for _ in range(3))
+        # rounds by number of drafts, 0..block_size
         self.finished: Counter[str] = Counter()
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
@@ -29,7 +27,8 @@ class Counters:
         """Committed rounds of a step, an entry each."""
         self.rounds += len(proposed)
         for totals, numbers in ((self.proposed, proposed), (self.verified, verified), (self.accepted, accepted)):
-            totals += np.bincount(np.asarray(numbers, dtype=np.int64), minlength=len(totals))
+            for number in numbers:
+                totals[number] += 1
 
     def count_plain(self, rounds: int) -> None:
         """So many committed rounds without a draft."""
@@ -58,12 +57,12 @@ class Counters:
             proposed_at=_at_least(self.proposed),
             verified_at=_at_least(self.verified),
             accepted_at=_at_least(self.accepted),
-            verify_lens=tuple(self.verified.tolist()),
+            verify_lens=tuple(self.verified),
             finished=dict(self.finished),
             stage_seconds=dict(self.seconds),
         )
 
 
-def _at_least(by_number: Int[np.ndarray, "numbers"]) -> tuple[int, ...]:
+def _at_least(by_number: Sequence[int]) -> tuple[int, ...]:
     """From rounds by number of drafts to rounds that reached each position."""
-    return tuple(by_number[::-1].cumsum()[::-1][1:].tolist())
+    return tuple(accumulate(by_number[:0:-1]))[::-1]
