@@ -1,7 +1,7 @@
 """What a step of a busy engine takes, and where: schedulers under the same closed loop, in one process.
 
     python recipes/time_engine_step.py [--users 64] [--ways none,greedy,lagged] [--steps 200] [--group 20] [--warm 60] \
-        [--tokens 96,160] [--costs FILE] [--clock cpu|wall] [--threads 1] [--json]
+        [--tokens 96,160] [--lookup] [--costs FILE] [--clock cpu|wall] [--threads 1] [--json]
 
 Each way is an engine of its own over the same weights, made by `build_engine`, without a server in front; `+` behind a
 scheduler's name makes its loop the overlapped one. Every user asks again as soon as he is answered: the built-in
@@ -189,7 +189,7 @@ def share_costs(path: Path | None) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     share_costs(options.costs)
-    bundle = Bundle.load("smollm2", options.drafter, threads=options.threads)
+    bundle = Bundle.load("smollm2", options.drafter, threads=options.threads, lookup=options.lookup)
     loops = {way: make_loop(bundle, way, options) for way in options.ways}
     for loop in loops.values():
         for _ in range(options.warm):
@@ -224,6 +224,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--ways", type=lambda text: text.split(","), default=["none", "greedy", "lagged"])
     parser.add_argument("--drafter", default="default")
+    parser.add_argument("--lookup", action="store_true", help="drafts from the text itself, ahead of the drafter")
     for name, default in (("steps", 200), ("group", 20), ("warm", 60), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[96, 160])

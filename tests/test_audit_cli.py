@@ -62,8 +62,8 @@ def test_sampled_part_has_every_case_and_control(
     assert "output too weak" in result.stdout and "NOT CAUGHT" in result.stdout
     sampled = json.loads(file.read_text())["sampled"]
     names = " ".join(case["name"] for case in sampled["cases"])
-    wanted = ("full vocabulary", "lookup", "threshold", "load-aware", "block", "spoilt", "deep", "prefill", "unfiltered")
-    assert all(name in names for name in wanted)
+    wanted = "full vocabulary, lookup, threshold, load-aware, block, spoilt, deep, prefill, unfiltered"
+    assert all(name in names for name in wanted.split(", "))
     assert all(case["mismatches"] == 0 < case["checks"] for case in sampled["cases"])
     assert [control["flaw"] for control in sampled["controls"]] == [flaw.name for flaw in FLAWS]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.maths import lookup as module
-from dspark.maths.lookup import LONGEST, PLACES, SHORTEST, TRUSTED, Lookup, TextIndex
+from dspark.maths.lookup import LONGEST, PLACES, SHORTEST, TRUSTED, Lookup, TextIndex, worth_checking
 
 PASSAGE = list(range(10, 40))
 
@@ -113,3 +114,22 @@ def test_what_is_learned_does_not_depend_on_how_many_drafts_were_asked_for_or_ch
 def test_the_rule_of_trust_is_the_constant_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TRUSTED", 0.9)
     assert Lookup([*PASSAGE, 1, *PASSAGE[:8]], temperature=0.0).drafts(5) == ([], [])
+
+
+@given(
+    st.lists(st.lists(st.floats(0.05, 0.99), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 2.0),
+)
+def test_copies_are_checked_where_the_likeliest_pay(
+    rows: list[list[float]], slope: float, stair: float
+) -> None:
+    """By hand: the count that is best by what the scheduler goes by, in what it really takes."""
+    survivals = sorted((float(np.prod(row[: k + 1])) for row in rows for k in range(len(row))), reverse=True)
+    judged = [1.0 + slope * drafts for drafts in range(len(survivals) + 1)]
+    seconds = [each + stair * (drafts % 4 == 1) for drafts, each in enumerate(judged)]
+    requests = len(rows)
+    rates = [(requests + sum(survivals[:count])) / judged[count] for count in range(len(judged))]
+    best = int(np.argmax(rates))
+    wanted = (requests + sum(survivals[:best])) / seconds[best] > 1.01 * requests / seconds[0]
+    assert worth_checking(rows, requests=requests, seconds=seconds, judged=judged) == wanted

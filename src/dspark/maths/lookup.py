@@ -21,7 +21,9 @@ on it: non-anticipation holds as it stands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import mul
 
 SHORTEST = 3  # tokens that must be alike for a place to be looked at
 LONGEST = 64  # tokens compared; longer matches count as this
@@ -106,3 +108,24 @@ class Lookup:
                 self._misses += 1.0
                 break
         self._open = (0, [], [])
+
+
+def worth_checking(
+    confidence: Iterable[Sequence[float]],
+    *,
+    requests: int,
+    seconds: Sequence[float],
+    judged: Sequence[float],
+    margin: float = 0.01,
+) -> bool:
+    """Whether a step of ``requests`` gains by drafts that cost nothing to make, whose c_k are ``confidence``.
+
+    ``seconds`` of a pass by drafts checked, 0 of them first; ``judged``: the same as the scheduler goes by, which
+    admits the number best by those. As with :func:`dspark.maths.draft_gate.choose_depths`, what that number brings in
+    time of ``seconds`` must be more than no drafts bring, by the share ``margin``.
+    """
+    chances = sorted((chance for row in confidence for chance in accumulate(row, mul)), reverse=True)
+    tokens = list(accumulate(chances, initial=float(requests)))
+    rates = [count / spent for count, spent in zip(tokens, judged, strict=False)]
+    best = rates.index(max(rates))
+    return tokens[best] / seconds[best] > (1.0 + margin) * requests / seconds[0]

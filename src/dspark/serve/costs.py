@@ -20,6 +20,7 @@ from dspark.serve.roster import Roster
 CONTEXT = 64  # committed tokens behind each request of a measurement
 REPEATS = 3
 SLOW_SECONDS = 1.0  # of two runs, after which no more are made
+MOST_STAIR = 64  # tokens of the largest pass after which a stair is looked for
 CHUNK = 256  # tokens of a pass that only fills the context
 
 
@@ -49,7 +50,7 @@ def measure_costs(target: Target, drafter: BatchDrafter, roster: Roster, *, pref
     most = seats * (1 + block) + prefill_tokens
     bench = _Bench(target, drafter, roster, most_tokens=most)
     try:
-        sizes = _sizes(min(most, bench.room))
+        sizes = _with_stairs(_sizes(min(most, bench.room)))
         passes = _rising(least_seconds({size: partial(bench.run_pass, size) for size in sizes}))
         drafts: dict[int, float] = {}
         depths: dict[int, float] = {}
@@ -80,6 +81,12 @@ def _sizes(most: int) -> list[int]:
         sizes |= {power, power * 3 // 2} if power > 2 else {power}
         power *= 2
     return sorted(size for size in sizes if size <= most)
+
+
+def _with_stairs(sizes: list[int]) -> list[int]:
+    """``sizes``, and one token more than each: products take rows in groups, and where one begins, one token costs as
+    much as those that fill it."""
+    return sorted({*sizes, *(size + 1 for size in sizes if 4 <= size <= MOST_STAIR and size < sizes[-1])})
 
 
 def _rising(points: dict[int, float]) -> dict[int, float]:

@@ -9,7 +9,7 @@ schedule   before the target runs, from today's confidences: drafts of each (:mo
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -27,6 +27,7 @@ from dspark.maths.batch_schedulers import (
     ThresholdBatch,
 )
 from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay, first_few, probe_cost
+from dspark.maths.lookup import worth_checking
 from dspark.maths.step_costs import StepCosts, convex_from
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
@@ -38,6 +39,9 @@ from dspark.serve.settings import EngineConfig
 Lens = Int[np.ndarray, "requests"]
 Sps = Float[np.ndarray, "more_tokens_plus_1"]
 
+Copies = dict[int, tuple[list[int], list[float]]]  # drafts from a request's own text and their c_k, by its place
+
+LOOK_PAUSE = 3  # steps without a look into the texts after one whose copies did not pay
 MOST_CURVES = 512  # convex curves that are kept, one per number of requests and other tokens
 
 
@@ -92,6 +96,7 @@ class DraftPlanner:
         self.drafter, self.scheduler, self.costs = drafter, scheduler, costs
         self._confidences = confidences or Confidences()
         self._gated, self._block, self._lookup = gated, block, lookup
+        self._looks_in = 0  # steps until copies are looked for again
         self._nobody = BatchProposal(
             draft_tokens=torch.zeros(0, block, dtype=torch.long, device=device),
             proposed=np.zeros(0, dtype=np.int64),
@@ -121,12 +126,12 @@ class DraftPlanner:
         if not self.drafts or not count:
             return plan
         started = time.perf_counter()
-        looked_up = self._look_up(flights) if self._lookup else {}
+        context = sum(len(flight.ids) for flight in flights) / count
+        looked_up = self._look_up(flights, other_tokens, context)
         refused = self._gated and self._refusals.holds(count) and not self._clock.tick(self._probe_cost(count))
         if refused and not looked_up:
             plan.schedule_seconds = time.perf_counter() - started
             return plan
-        context = sum(len(flight.ids) for flight in flights) / count
         if not refused:
             plan.asked = self._asked(flights, looked_up, other_tokens, context)
         places = np.flatnonzero(plan.asked)
@@ -142,14 +147,31 @@ class DraftPlanner:
         plan.schedule_seconds = time.perf_counter() - scheduling + asking - started
         return plan
 
-    def _look_up(self, flights: Sequence[Flight]) -> dict[int, tuple[list[int], list[float]]]:
-        """Drafts that requests find in their own texts, and the confidences, by the place of each that finds some."""
+    def _look_up(self, flights: Sequence[Flight], other_tokens: int, context: float) -> Copies:
+        """Drafts that requests find in their own texts, where costs say that checking any of them pays; where it does
+        not, nobody looks for some steps."""
+        if not self._lookup or self._looks_in > 0:
+            self._looks_in -= 1
+            return {}
         found = {}
         for i, flight in enumerate(flights):
             drafts, confidence = flight.lookup.drafts(min(flight.most_drafts, self._block))
             if drafts:
                 found[i] = (drafts, confidence)
-        return found
+        if not found or self.costs is None or not self._gated:
+            return found
+        requests = len(flights)
+        own = self.costs.own(context=context, other_tokens=other_tokens, requests=requests)
+        judged, sizes = self._judged(requests, other_tokens, context), slice(requests, requests * (1 + self._block) + 1)
+        seconds = own[sizes].tolist()
+        pays = worth_checking(
+            (confidence for _, confidence in found.values()),
+            requests=requests,
+            seconds=seconds,
+            judged=seconds if judged is None else judged[sizes].tolist(),
+        )
+        self._looks_in = 0 if pays else LOOK_PAUSE
+        return found if pays else {}
 
     def _asked(self, flights: Sequence[Flight], looked_up: Collection[int], other_tokens: int, context: float) -> Lens:
         """Drafts to ask the drafter for."""
@@ -219,7 +241,7 @@ class DraftPlanner:
         self,
         plan: Drafting,
         asked: Int[np.ndarray, "asks"],
-        looked_up: Mapping[int, tuple[list[int], list[float]]],
+        looked_up: Copies,
         other_tokens: int,
         context: float,
     ) -> None:
