@@ -92,7 +92,7 @@ class SurvivalHistory:
         self._fade, self._rust, self._pull, self._pool_fade = fade, rust, pull, pool_fade
         self._sums, self._weights = np.zeros((rows, block_size)), np.zeros(rows)
         self._rests = 0  # of all rows at once
-        self._rested = np.zeros(rows, dtype=np.int64)  # of these, how many a row's sums have in them
+        self._rested = [0] * rows  # of these, how many a row's sums have in them
         self.rounds = 0  # observed so far
         self._pool_sum, self._pool_weight = np.full(block_size, guess).cumprod() * pull, pull
 
@@ -129,12 +129,14 @@ class SurvivalHistory:
 
     def _settle(self, rows: Int[np.ndarray, "requests"]) -> None:
         """Let the rests of all show in ``rows``."""
-        missed = self._rests - self._rested[rows]
-        if missed.any():
-            kept = self._rust**missed
+        seats = rows.tolist()
+        missed = [self._rests - self._rested[seat] for seat in seats]
+        if any(missed):
+            kept = self._rust ** np.array(missed)
             self._sums[rows] *= kept[:, None]
             self._weights[rows] *= kept
-            self._rested[rows] = self._rests
+            for seat in seats:
+                self._rested[seat] = self._rests
 
     def estimate(self, rows: Int[np.ndarray, "requests"]) -> Table:
         """Expected survivals of each of ``rows``: in [0, 1], never rising along a row."""

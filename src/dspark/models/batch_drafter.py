@@ -193,8 +193,7 @@ def flat_places(
     where = np.empty((2, sum(counts)), dtype=np.int64)
     where[0] = [seat for seat, count in zip(seats, counts, strict=True) for _ in range(count)]
     where[1] = [at for start, count in zip(starts, counts, strict=True) for at in range(start, start + count)]
-    rows, positions = torch.from_numpy(where)
-    return rows, positions
+    return torch.from_numpy(where[0]), torch.from_numpy(where[1])
 
 
 def stacked(

@@ -60,7 +60,7 @@ class DsparkBatch:
 
         Tokens past the drafter's limit are counted and not written. Raises :class:`RequestError` if a seat lacks pages.
         """
-        assert features is not None and len(features) == sum(counts)
+        assert features is not None and features.shape[0] == sum(counts)
         rows, positions = flat_places(seats, [self._seats[seat].length for seat in seats], counts)
         before = [self._memory.lengths[seat] for seat in seats]
         for seat, count in zip(seats, counts, strict=True):

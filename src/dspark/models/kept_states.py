@@ -70,16 +70,16 @@ class KeptStates:
         """Keep ``counts[i]`` more tokens of seat ``seats[i]``, all seats one after the other; not taken yet."""
         if self._ids is None:
             self._make_room(token_ids, states)
-        where = np.array((seats, counts), dtype=np.int64)
         if self._kept is not None and self._library is not None:
             token_ids, states = token_ids.contiguous(), None if states is None else states.contiguous()
-            begin, from_states = _address(where), 0 if states is None else states.data_ptr()
+            numbers, from_states = _int64 * len(seats), 0 if states is None else states.data_ptr()
             done = self._library.keep(
-                ctypes.byref(self._kept), begin, begin + where.strides[0], len(seats), token_ids.data_ptr(), from_states
+                *(ctypes.byref(self._kept), numbers(*seats), numbers(*counts), len(seats)),
+                *(token_ids.data_ptr(), from_states),
             )
-            assert done == len(token_ids), "a seat without pages for its tokens"
+            assert done == token_ids.shape[0], "a seat without pages for its tokens"
             return
-        rows, sizes = where
+        rows, sizes = np.array((seats, counts), dtype=np.int64)
         slots = self.slots(rows, self.lengths[rows], sizes)
         assert slots.min() >= 0, "a seat without pages for its tokens"
         at = self._index(slots)
@@ -101,17 +101,16 @@ class KeptStates:
     def recall(self, seats: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> Recalled:
         """``counts[i]`` kept tokens of seat ``seats[i]`` from position ``starts[i]`` on, all seats one after the other;
         :meth:`slots` and :meth:`of` in one call where there is compiled code."""
-        where = np.array((seats, starts, counts), dtype=np.int64)
         if self._kept is None or self._library is None:
-            slots = self.slots(*where)
+            slots = self.slots(*np.array((seats, starts, counts), dtype=np.int64))
             return Recalled(slots, *self.of(slots))
         assert self._ids is not None
-        tokens = sum(counts)
+        tokens, numbers = sum(counts), _int64 * len(seats)
         slots, ids = np.empty(tokens, dtype=np.int64), torch.empty(tokens, dtype=torch.long)
         states = None if self._states is None else self._states.new_empty(tokens, self._states.shape[1])
-        begin, row, into = _address(where), where.strides[0], 0 if states is None else states.data_ptr()
+        into = 0 if states is None else states.data_ptr()
         done = self._library.recall(
-            *(ctypes.byref(self._kept), begin, begin + row, begin + 2 * row, len(seats)),
+            *(ctypes.byref(self._kept), numbers(*seats), numbers(*starts), numbers(*counts), len(seats)),
             *(_address(slots), ids.data_ptr(), into),
         )
         assert done == tokens, "a seat without pages for its tokens"

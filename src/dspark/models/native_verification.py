@@ -135,8 +135,10 @@ def _verify_greedy(
         logits, stride = logits.contiguous(), vocab
     address = block = 0
     if drafts is not None:
-        tokens = drafts.draft_tokens.to(torch.int64).contiguous()
-        address, block = tokens.data_ptr(), tokens.shape[1]
+        tokens = drafts.draft_tokens
+        if tokens.dtype != torch.int64 or tokens.stride(1) != 1:
+            tokens = tokens.to(torch.int64).contiguous()
+        address, block = tokens.data_ptr(), tokens.stride(0)
     numbers = ctypes.c_int64 * count
     places = numbers(*(range(count) if draft_rows is None else draft_rows))
     accepted, next_tokens, bad_rows = numbers(), numbers(), numbers()

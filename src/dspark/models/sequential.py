@@ -231,14 +231,14 @@ class SequentialStage:
         """The same over candidates, in one call."""
         count, certain = len(asks), shares is None
         bases = [ask.base.contiguous() for ask in asks]
-        firsts = [0, *accumulate(len(base) for base in bases)]
+        firsts = [0, *accumulate(base.shape[0] for base in bases)]
         entries = [_entry(ask, base, first) for ask, base, first in zip(asks, bases, firsts, strict=False)]
-        table = np.array(entries, dtype=_REQUEST)
+        table = (_Request * count)(*entries)
         shape, room = (count, block, self.candidates), torch.empty if certain else torch.zeros  # if so, nobody reads it
         support, probs = room(shape, dtype=torch.long), room(shape)
         ids = torch.zeros(count, block + 1, dtype=torch.long)
         call = _Sequential.from_buffer_copy(self._alike)
-        call.count, call.block, call.requests = count, block, table.__array_interface__["data"][0]
+        call.count, call.block, call.requests = count, block, ctypes.addressof(table)
         call.support, call.probs, call.tokens = support.data_ptr(), probs.data_ptr(), ids.data_ptr()
         call.uniforms, confidence = None if shares is None else shares.data_ptr(), None
         if self._confidence is not None:
@@ -251,7 +251,7 @@ class SequentialStage:
             ids=ids,
             probs=None if certain else probs,
             support_ids=None if certain else support,
-            failed=frozenset(i for i, failed in enumerate(table["failed"].tolist()) if failed),
+            failed=frozenset(i for i, failed in enumerate(request.failed for request in table) if failed),
             confidence=None if confidence is None else confidence.numpy(),
         )
 
@@ -279,29 +279,24 @@ def _filters(sampling: SamplingParams) -> tuple[float, int, float, float]:
     return (0.0 if sampling.greedy else sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
-def _entry(ask: BlockAsk, base: Tensor, first: int) -> tuple[int | float, ...]:
-    """A row of :data:`_REQUEST`."""
+def _entry(ask: BlockAsk, base: Tensor, first: int) -> _Request:
+    """``ask`` as compiled code reads it; its base logits are those of ``base``."""
     sampling = ask.sampling
     temperature = 0.0 if sampling.greedy else sampling.temperature
     half, filters = base.dtype == torch.bfloat16, (sampling.top_p, temperature, sampling.min_p, sampling.top_k)
-    return (base.data_ptr(), half, len(base), ask.anchor, *filters, 0, first)
+    return _Request(base.data_ptr(), half, base.shape[0], ask.anchor, *filters, 0, first)
 
 
-_REQUEST = np.dtype(  # `struct request` of sequential.c, field by field
-    [
-        ("base", np.uint64),
-        ("half", np.int64),
-        ("count", np.int64),
-        ("anchor", np.int64),
-        ("top_p", np.float64),
-        ("temperature", np.float32),
-        ("min_p", np.float32),
-        ("top_k", np.int64),
-        ("failed", np.int64),
-        ("first", np.int64),
-    ],
-    align=True,
-)
+class _Request(ctypes.Structure):
+    """``struct request`` of sequential.c, field by field."""
+
+    _fields_ = (
+        ("base", _pointer),
+        *((name, _int64) for name in ("half", "count", "anchor")),
+        ("top_p", ctypes.c_double),
+        *((name, ctypes.c_float) for name in ("temperature", "min_p")),
+        *((name, _int64) for name in ("top_k", "failed", "first")),
+    )
 
 
 class _Sequential(ctypes.Structure):

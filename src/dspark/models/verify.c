@@ -749,8 +749,8 @@ void verify_requests(struct request *requests, int64_t count, int64_t vocab) {
 }
 
 /* The same for requests that are all greedy and without rules, of which little need be told: ``lens`` [count] drafts of
- * each, in row ``rows[i]`` of ``drafts`` [any, block]; the rows of ``logits`` lie ``stride`` apart, all requests one
- * after the other. ``bad_rows``: -1, or the row that holds no distribution. Returns 1 if memory ran out. */
+ * each, in row ``rows[i]`` of ``drafts``, which lie ``block`` apart; the rows of ``logits`` lie ``stride`` apart, all
+ * requests one after the other. ``bad_rows``: -1, or the row that holds no distribution. Returns 1 if memory ran out. */
 int verify_greedy(const void *logits, int64_t stride, int32_t bf16, int64_t vocab, int64_t count, const int64_t *lens,
                   const int64_t *rows, const int64_t *drafts, int64_t block, int64_t *accepted, int64_t *next_tokens,
                   int64_t *bad_rows) {

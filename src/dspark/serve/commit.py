@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,12 +65,13 @@ class Commit:
             return 0.0
         token_ids, features = batch.token_ids, output.features
         if len(kept) == 1:
-            token_ids, features = token_ids[: kept[0]], None if features is None else features[: kept[0]]
+            token_ids = token_ids[: kept[0]]
+            features = None if features is None else features.narrow(0, 0, kept[0])
         elif sum(kept) < len(token_ids):
             places = kept_tokens(batch.starts, kept)
             token_ids = [token_ids[place] for place in places.tolist()]
             features = None if features is None else features[places.to(features.device)]
-        ids = torch.tensor(token_ids, dtype=torch.long, device=self._device)
+        ids = torch.from_numpy(np.array(token_ids, dtype=np.int64)).to(self._device)
         started = time.perf_counter()
         self.drafter.extend(batch.seats, kept, ids, features)
         return time.perf_counter() - started
