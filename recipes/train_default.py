@@ -1,7 +1,9 @@
-"""The shipped drafter's two training runs, as functions and as a command that may be stopped and called again.
+"""The shipped drafter's three training runs, as functions and as a command that may be stopped and called again.
 
     python recipes/train_default.py --answers answers.jsonl --prompts prompts.jsonl --out runs/first [--minutes 55]
     python recipes/train_default.py ... --out runs/second --after runs/first/best
+    python recipes/train_default.py --answers sampled.jsonl greedy.jsonl --prompts prompts.jsonl --out runs/third \
+        --after runs/second/best --third
 
 Prompts and answers are what `dspark answers` reads and writes. The fields of the first run are those that won the short
 comparisons of `recipes/ablate_training.py` on two cores (docs/log.md). ``--minutes`` ends a call early with its state
@@ -71,6 +73,26 @@ def second_config(
     )
 
 
+def third_config(
+    answers: Sequence[str], prompts: Sequence[str], out: str, after: str, *, steps: int = 3600, model: str = "smollm2"
+) -> TrainConfig:
+    """The third run: from the second one's drafter, blocks of two, of four and at last of seven.
+
+    No more than three drafts are worth checking for one user, and the first counts most, so most blocks are short.
+    Among the answers are greedy ones, whose texts are less varied than what sampling writes.
+    """
+    return replace(
+        second_config(answers, prompts, out, after, steps=steps, model=model),
+        state_steps=0,
+        curriculum=((0.5, 2), (0.85, 4), (1.0, 0)),
+        learning_rate=1.2e-3,
+        decay=0.55,
+        evaluate_every=1000,
+        save_seconds=300.0,
+        seed=43,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", nargs="+", required=True)
@@ -78,13 +100,20 @@ def main() -> None:
     parser.add_argument("--out", default="runs/default")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--after", help="the first run's drafter: make the second run")
+    parser.add_argument(
+        "--third", action="store_true", help="with --after: make the third run, after the second's drafter"
+    )
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     options = {"model": args.model} | ({} if args.steps is None else {"steps": args.steps})
+    if args.third and not args.after:
+        parser.error("--third goes on from a drafter; name it with --after")
     if args.after:
-        config = second_config(args.answers, args.prompts, args.out, args.after, **options)
+        config = (third_config if args.third else second_config)(
+            args.answers, args.prompts, args.out, args.after, **options
+        )
     else:
         config = default_config(args.answers, args.prompts, args.out, **options)
     print(

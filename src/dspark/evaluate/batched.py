@@ -280,5 +280,6 @@ def commit(
             sequential_seconds=part.proposal.sequential_seconds,
             verify_seconds=verify_seconds,
             host_seconds=part.host_seconds,
+            looked_up=part.proposal.looked_up,
         )
     )

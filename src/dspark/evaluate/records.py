@@ -103,6 +103,7 @@ def to_line(record: AnswerRecord) -> dict[str, Any]:
                 "sequential_seconds": round(each.sequential_seconds, SECONDS),
                 "verify_seconds": round(each.verify_seconds, SECONDS),
                 "host_seconds": round(each.host_seconds, SECONDS),
+                **({"looked_up": True} if each.looked_up else {}),
             }
         )
     return {**line, "rounds": rounds}
