@@ -70,7 +70,7 @@ def both_ways(target: LeanTarget, monkeypatch: pytest.MonkeyPatch, rows: list[in
 def test_equals_the_layers_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not supported():
         pytest.skip("no compiler, or other products of bfloat16")
-    target = lean(name)
+    target = lean(name, vocab=192)
     assert isinstance(target._short, ShortPass), "sizes chosen to be covered"
     for rows, counts in (
         ([1], [1]),
@@ -90,6 +90,17 @@ def test_equals_them_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         both_ways(lean("qwen3"), monkeypatch, [2, 0], [5, 3])
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB])
+def test_a_token_without_an_embedding_is_refused_as_the_plain_form_refuses_it(wrong: int) -> None:
+    target = lean("qwen3")
+    memory = target.new_memory(rows=1, max_len=20)
+    with pytest.raises(IndexError):
+        target.forward(torch.tensor([3, wrong]), memory)
+    assert memory.lengths == [0]
+    with pytest.raises(IndexError):
+        target.embed(torch.tensor([3, wrong]))
 
 
 def test_longer_passes_go_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:

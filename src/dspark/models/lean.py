@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from dspark.models.native import native_ops
 from dspark.models.paged_memory import PagedMemory, PageTables
 from dspark.models.plain import PlainOps
 from dspark.models.ragged import check_batch, last_tokens
-from dspark.models.short_pass import SHORT_TOKENS, short_pass
+from dspark.models.short_pass import SHORT_TOKENS, ShortPass, short_pass
 from dspark.models.target import FINAL, KVMemory, TargetInfo, TargetOutput, check_max_len, check_taps
 
 BATCHES = (16, 24, 40, 64, 104, 160)  # rows of the batches that `batches_independent` tries
@@ -110,7 +111,14 @@ class LeanTarget:
             self._short, self._short_head = None, None
             if self._native is not None and self._rows_alike:
                 self._short_head = compiled_product(self._head, self._native.library)
-                self._short = short_pass(self._native, self._layers, self._final_norm)
+                self._short = short_pass(
+                    self._native,
+                    self._layers,
+                    self._final_norm,
+                    head=self._head,
+                    embedding=self._embedding,
+                    embedding_scale=self._embedding_scale,
+                )
 
     @property
     def native(self) -> bool:
@@ -161,12 +169,16 @@ class LeanTarget:
     def logits(self, final: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         """Logits of final-norm states, soft-cap applied."""
         with torch.no_grad():
-            cap = self.config.final_softcap
             if self._short_head is not None and final.shape[0] <= SHORT_TOKENS:
                 logits = self._short_head(final)
             else:
                 logits = self._head(self._fill(final))[: final.shape[0]]
-            return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+            return self._capped(logits)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """``logits`` with the family's soft-cap applied, in place."""
+        cap = self.config.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def head_weight(self) -> Float[Tensor, "vocab hidden"]:
         """Weight of the language-model head."""
@@ -189,6 +201,12 @@ class LeanTarget:
         counts = check_batch(token_ids, memory, rows, counts)
         taps = check_taps(taps, self.config.num_layers)
         assert isinstance(memory, LeanMemory), "memory of another target"
+        if self._short is not None and token_ids.shape[0] <= SHORT_TOKENS:
+            each = want_logits and (not last_only or len(counts) == token_ids.shape[0])
+            output = self._in_one_call(self._short, token_ids, memory, rows, counts, taps, want_logits=each)
+            if not want_logits or output.logits is not None:
+                return output
+            return replace(output, logits=self.logits(last_tokens(output.final, counts) if last_only else output.final))
         with torch.inference_mode():
             normed, tapped = self._decode(token_ids, memory, rows, counts, taps)
         memory.advance(rows, counts)
@@ -199,6 +217,24 @@ class LeanTarget:
             logits = self.logits(last_tokens(final, counts) if last_only else final) if want_logits else None
         return TargetOutput(logits, features, final)
 
+    def _in_one_call(
+        self,
+        short: ShortPass,
+        token_ids: Tensor,
+        memory: LeanMemory,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        taps: tuple[int, ...],
+        *,
+        want_logits: bool,
+    ) -> TargetOutput:
+        """A short pass; its logits are None where the call has no head, or they are not wanted."""
+        tables = (self._angles(self.config.rope, memory.max_len), self._angles(self.config.local_rope, memory.max_len))
+        with torch.no_grad():
+            out = short(token_ids, memory, rows, counts, tables, taps=taps, want_logits=want_logits)
+            memory.advance(rows, counts)
+            return TargetOutput(None if out.logits is None else self._capped(out.logits), out.features, out.final)
+
     def _decode(
         self,
         token_ids: Tensor,
@@ -208,9 +244,6 @@ class LeanTarget:
         taps: tuple[int, ...],
     ) -> tuple[Tensor, list[Tensor]]:
         """All layers over the flat batch: the final-norm states and the tapped ones."""
-        if self._short is not None and token_ids.shape[0] <= SHORT_TOKENS:
-            full, local = (self._angles(rope, memory.max_len) for rope in (self.config.rope, self.config.local_rope))
-            return self._short(self.embed(token_ids), memory, rows, counts, (full, local), taps)
         ops: Ops = self._native or self._plain
         attend = ops.attention(memory, rows, counts, self._layers, lambda rope: self._angles(rope, memory.max_len))
         tokens = token_ids.shape[0]

@@ -160,19 +160,16 @@ static void turn(const struct attention *a, const state *in, const float *norm, 
     }
 }
 
-/* Rotate queries into scratch, keys into the memory; copy values into the memory. */
-static void enter(const struct attention *a, int64_t t) {
-    int64_t heads = GROUP * a->kv_heads, position = a->position[t];
+/* Of one key-value head: rotate its queries into scratch, the key into the memory; copy the value into the memory. */
+static void enter(const struct attention *a, int64_t t, int64_t h) {
+    int64_t heads = GROUP * a->kv_heads, position = a->position[t], slot = place(a, a->request[t], h, position);
     const state *in = a->qkv + t * (heads + 2 * a->kv_heads) * HEAD_DIM;
-    for (int64_t h = 0; h < heads; h++)
-        turn(a, in + h * HEAD_DIM, a->norm, position, a->scale, a->queries + (t * heads + h) * HEAD_DIM);
-    for (int64_t h = 0; h < a->kv_heads; h++) {
-        int64_t slot = place(a, a->request[t], h, position);
-        float key[HEAD_DIM];
-        turn(a, in + (heads + h) * HEAD_DIM, a->norm ? a->norm + HEAD_DIM : 0, position, 1.0f, key);
-        for (int i = 0; i < HEAD_DIM; i += LANES) store(a->keys + slot + i, *(const vec *)(key + i));
-        memcpy(a->values + slot, in + (heads + a->kv_heads + h) * HEAD_DIM, HEAD_DIM * sizeof(state));
-    }
+    for (int64_t q = h; q < heads; q += a->kv_heads)
+        turn(a, in + q * HEAD_DIM, a->norm, position, a->scale, a->queries + (t * heads + q) * HEAD_DIM);
+    float key[HEAD_DIM];
+    turn(a, in + (heads + h) * HEAD_DIM, a->norm ? a->norm + HEAD_DIM : 0, position, 1.0f, key);
+    for (int i = 0; i < HEAD_DIM; i += LANES) store(a->keys + slot + i, *(const vec *)(key + i));
+    memcpy(a->values + slot, in + (heads + a->kv_heads + h) * HEAD_DIM, HEAD_DIM * sizeof(state));
 }
 
 /* Scores become cap * tanh(score / cap). */
@@ -223,6 +220,16 @@ static inline void take_up(const struct attention *a, const state *base, int64_t
     w->ahead = room < left ? lies(a, base, head, w->page[1], 0) : then;
 }
 
+/* What a thread will read next of other things, and asks for whenever the memory has little to do: weights. */
+struct later {
+    const char *from, *to;
+};
+
+static inline void ask(struct later *later, int lines) {
+    for (int i = 0; i < lines; i++, later->from += later->from < later->to ? 64 : 0)
+        __builtin_prefetch(later->from, 0, 2);
+}
+
 /* Ask for the keys or values of ``count`` positions before they are used. */
 static inline void expect(const state *from, int64_t count) {
     for (int64_t i = 0; i < count * HEAD_DIM * (int64_t)sizeof(state); i += 64)
@@ -230,9 +237,12 @@ static inline void expect(const state *from, int64_t count) {
 }
 
 /* Scores of some queries and the keys of a stretch; may write up to 3 more behind each query's last. */
-static void score(const float *const *query, int64_t queries, const struct walk *w, float *scores, int64_t stride) {
+static void score(const float *const *query, int64_t queries, const struct walk *w, float *scores, int64_t stride,
+                  struct later *later) {
+    struct later asked = *later;
     for (int64_t j = 0; j < w->count; j += 4) {
         expect(w->ahead + j * HEAD_DIM, 4);
+        if (queries > HELD) ask(&asked, 4);
         vec key[4][HEAD_VECTORS];
         for (int k = 0; k < 4; k++) {
             const state *from = w->from + (j + k < w->count ? j + k : w->count - 1) * HEAD_DIM;
@@ -248,12 +258,13 @@ static void score(const float *const *query, int64_t queries, const struct walk 
             memcpy(scores + q * stride + j, &four, 4 * sizeof(float));
         }
     }
+    *later = asked;
 }
 
 /* Attention of up to QUERY_BLOCK queries of one key-value head, numbered (token, group) within a request's tokens. The
  * first key read is a multiple of LANES: then a query's sums run in the same order whoever shares its block. */
 static void attend(const struct attention *a, int64_t first_token, int64_t head, int64_t begin, int64_t end,
-                   float *scores) {
+                   float *scores, struct later *later) {
     int64_t heads = GROUP * a->kv_heads, count = end - begin, request = a->request[first_token];
     int64_t low = a->position[first_token + begin / GROUP], high = a->last[first_token + (end - 1) / GROUP];
     int64_t start = a->window && low >= a->window ? (low - a->window + 1) / LANES * LANES : 0;
@@ -271,7 +282,7 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
     struct walk w = begin_at;
     for (int64_t j = 0; j < length; j += w.count, w.page++, w.offset = 0) {
         take_up(a, a->keys, head, &w, length - j, first_value);
-        score(query, count, &w, scores + j, stride);
+        score(query, count, &w, scores + j, stride, later);
     }
     for (int64_t q = 0; q < count; q++) {
         int64_t position = a->position[first_token + (begin + q) / GROUP];
@@ -280,6 +291,7 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
         if (a->softcap) cap(scores + q * stride, padded, a->softcap);
         total[q] = softmax(scores + q * stride, padded, first - start, last - start);
     }
+    struct later asked = *later;
     for (int64_t q = 0; q < count; q += HELD) {
         vec sums[HELD][HEAD_VECTORS];
         memset(sums, 0, sizeof sums);
@@ -290,6 +302,7 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
             take_up(a, a->values, head, &w, length - j, next_key);
             for (int64_t m = 0; m < w.count; m++) {
                 expect(w.ahead + m * HEAD_DIM, 1);
+                if (q) ask(&asked, 2); /* the first queries wait for the values themselves */
                 for (int i = 0; i < HEAD_VECTORS; i++) {
                     vec value = load(w.from + m * HEAD_DIM + i * LANES);
                     for (int k = 0; k < HELD; k++) sums[k][i] += weight[k][j + m] * value;
@@ -302,6 +315,7 @@ static void attend(const struct attention *a, int64_t first_token, int64_t head,
             for (int i = 0; i < HEAD_VECTORS; i++) store(out + i * LANES, sums[k][i] * (1.0f / total[q + k]));
         }
     }
+    *later = asked;
 }
 
 /* A pass's attention cut up: QUERY_BLOCK queries of a request and one key-value head are a unit of work. */
@@ -328,14 +342,18 @@ static int cut_up(const struct attention *a, struct units *units) {
     return 0;
 }
 
-/* What each thread of a team does; ``scores`` is its own, or null where there was no memory for it. */
-static void attend_together(const struct attention *a, const struct units *units, float *scores) {
-#pragma omp for
-    for (int64_t t = 0; t < a->tokens; t++) enter(a, t);
-#pragma omp for schedule(dynamic)
+/* What each thread of a team does, first of the one, then of the other, with a barrier in between, and one behind.
+ * ``scores`` is a thread's own, or null where there was no memory for it. */
+static void enter_some(const struct attention *a) {
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < a->tokens * a->kv_heads; i++) enter(a, i / a->kv_heads, i % a->kv_heads);
+}
+
+static void attend_some(const struct attention *a, const struct units *units, float *scores, struct later *later) {
+#pragma omp for schedule(dynamic) nowait
     for (int64_t i = 0; i < units->count * a->kv_heads; i++) {
         struct unit u = units->list[i / a->kv_heads];
-        if (scores) attend(a, u.first_token, i % a->kv_heads, u.begin, u.end, scores);
+        if (scores) attend(a, u.first_token, i % a->kv_heads, u.begin, u.end, scores, later);
     }
 }
 
@@ -352,7 +370,10 @@ int attention(const struct attention *a) {
     {
         float *scores = new_scores(&units);
         if (!scores) failed = 1;
-        attend_together(a, &units, scores);
+        struct later none = {(const char *)&units, (const char *)&units};
+        enter_some(a);
+#pragma omp barrier
+        attend_some(a, &units, scores, &none);
         free(scores);
     }
     free(units.list);

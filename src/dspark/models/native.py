@@ -138,20 +138,25 @@ class NativeOps:
         config = self.config
         pages, where = _places(memory, rows, counts, causal=causal)
         scratch = torch.empty(where.shape[1], config.num_heads * config.head_dim)
-        a = Attention(tokens=where.shape[1], kv_heads=config.num_kv_heads, page_size=memory.page_size)
+        a = self.alike()
+        a.tokens, a.page_size = where.shape[1], memory.page_size
         a.table, a.stretches = pages.ctypes.data, pages.shape[1]
         a.request, a.position, a.last = (places.ctypes.data for places in where)
         a.queries = scratch.data_ptr()
-        a.eps, a.scale, a.softcap = config.rms_eps, config.attention_scale, config.attention_softcap or 0.0
         return a, (pages, where, scratch)
+
+    def alike(self) -> Attention:
+        """What all passes share."""
+        config = self.config
+        a = Attention(kv_heads=config.num_kv_heads, eps=config.rms_eps, scale=config.attention_scale)
+        a.softcap = config.attention_softcap or 0.0
+        return a
 
 
 def _places(
     memory: LeanMemory, rows: Sequence[int], counts: Sequence[int], *, causal: bool
 ) -> tuple[Int[np.ndarray, "requests stretches"], Int[np.ndarray, "3 tokens"]]:
     """A copy of a pass's page tables; and of each token its request, its position and the last position it sees."""
-    if len(rows) == 1:
-        return _places_of_one(memory, rows[0], counts[0], causal=causal)
     new, past = np.array(counts, dtype=np.int64), np.array([memory.lengths[row] for row in rows], dtype=np.int64)
     ends = past + new
     pages = memory.table.numpy()[np.array(rows), : -(-int(ends.max()) // memory.page_size)]
@@ -160,18 +165,6 @@ def _places(
     where[1] = np.arange(where.shape[1]) + np.repeat(ends - new.cumsum(), new)
     where[2] = where[1] if causal else np.repeat(ends - 1, new)
     return np.ascontiguousarray(pages), where
-
-
-def _places_of_one(
-    memory: LeanMemory, row: int, count: int, *, causal: bool
-) -> tuple[Int[np.ndarray, "1 stretches"], Int[np.ndarray, "3 tokens"]]:
-    """The same for a pass over one row, in fewer steps, because a round of one request waits for them twice."""
-    past = memory.lengths[row]
-    pages = memory.table[row : row + 1, : -(-(past + count) // memory.page_size)].numpy().copy()
-    where = np.zeros((3, count), dtype=np.int64)
-    where[1] = np.arange(past, past + count)
-    where[2] = where[1] if causal else past + count - 1
-    return pages, where
 
 
 def native_ops(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> NativeOps | None:

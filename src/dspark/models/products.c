@@ -13,6 +13,7 @@
 #define LONE_ROWS 6 /* the same for a group that shares its weights with no other */
 #define TURN 32  /* pairs of inputs, whose weights take 8 KiB, that two groups add up in turns */
 #define AHEAD 64 /* pairs of inputs: how far they ask ahead meanwhile */
+#define MOST_LATER (384 << 10) /* bytes: with what else is in use, less than the cache of a core holds */
 #define CHUNK 128 /* rows that read a block of weights before the next block's turn */
 #define SHARED 64 /* neighbouring states that share a scale when eight-bit weights are to be multiplied */
 
@@ -233,21 +234,42 @@ static struct rounded new_rounded(int64_t rows, int64_t widest) {
     return room;
 }
 
-/* One thread's share of a product; with ``me`` of ``all`` threads. ``room`` is read where weights have eight bits. */
-static void share(const struct product *p, const state *x, state *y, int64_t rows, int64_t me, int64_t all,
-                  const struct rounded *room) {
-    int64_t halves = p->out / (HALF * LANES), end = halves * (me + 1) / all;
+/* The columns that are one thread's, of ``me`` of ``all``, in half blocks: begin to end of each of ``parts`` equal parts.
+ */
+struct shares {
+    int64_t begin, end, part;
+};
+
+static inline struct shares my_shares(const struct product *p, int64_t parts, int64_t me, int64_t all) {
+    int64_t halves = p->out / (HALF * LANES) / parts;
+    return (struct shares){halves * me / all, halves * (me + 1) / all, halves};
+}
+
+/* One thread's share of a product. ``room`` is read where weights have eight bits. Half a block, whose other half is
+ * another thread's, comes last. */
+static void share(const struct product *p, const state *x, state *y, int64_t rows, int64_t parts, int64_t me,
+                  int64_t all, const struct rounded *room) {
+    struct shares mine = my_shares(p, parts, me, all);
     for (int64_t from = 0; from < rows; from += CHUNK, x += CHUNK * p->in, y += CHUNK * p->out) {
-        int64_t some = rows - from < CHUNK ? rows - from : CHUNK, begin = halves * me / all;
+        int64_t some = rows - from < CHUNK ? rows - from : CHUNK;
 #ifdef __AVX512VNNI__
         for (int64_t r = 0; p->scale && r < some; r++)
             round_row(x + r * p->in, p->in, room->numbers + r * p->in, room->scales + r * (p->in / SHARED),
                       room->starts + r * (p->in / SHARED));
 #endif
-        while (begin < end) {
-            int vectors = begin % 2 == 0 && begin + 2 <= end ? 2 * HALF : HALF;
-            columns(p, x, room, y, some, begin * HALF * LANES, vectors);
-            begin += vectors / HALF;
+        for (int64_t i = 0; i < parts; i++) {
+            int64_t begin = i * mine.part + mine.begin, end = i * mine.part + mine.end, at = begin + begin % 2;
+            for (; at + 2 <= end; at += 2) columns(p, x, room, y, some, at * HALF * LANES, 2 * HALF);
+            if (begin % 2 && begin < end) columns(p, x, room, y, some, begin * HALF * LANES, HALF);
+            if (at < end) columns(p, x, room, y, some, at * HALF * LANES, HALF);
         }
     }
+}
+
+/* What a thread may ask for of its share before the product begins: the first of what it reads, within one cache. */
+static struct later my_first(const struct product *p, int64_t parts, int64_t me, int64_t all) {
+    struct shares mine = my_shares(p, parts, me, all);
+    int64_t half = HALF * LANES * p->in * (p->scale ? 1 : 2), size = (mine.end - mine.begin) * half; /* in bytes */
+    const char *from = (const char *)p->weight + (mine.begin + mine.begin % 2) * half;
+    return (struct later){from, from + (size < MOST_LATER ? size : MOST_LATER)};
 }

@@ -16,17 +16,26 @@ struct layer {
 };
 
 struct pass {
-    struct attention attention; /* all but keys, values and what differs by layer */
+    struct attention attention; /* what all layers share; short_pass fills in places and scratch */
     const struct layer *layers;
     const float *first_norm, *cos[2], *sin[2]; /* of full layers and of sliding ones */
     state *keys;                               /* of the first layer */
     int64_t layer_stride, values_offset;       /* in elements */
-    state *x, *h, *qkv, *attended, *gate_up, *gated, *added; /* [tokens, ...] */
-    state *const *taps; /* per layer: where its output is wanted too, or null */
-    struct product head; /* of the normed final states; not asked for where there is no ``logits`` */
+    const int64_t *rows, *pasts, *counts;      /* of each request: row of the table, tokens it holds, new ones */
+    const int64_t *table;                      /* [all rows, table_stride] */
+    const int64_t *ids;      /* [tokens], rows of the embedding; null: ``x`` is given */
+    const state *embedding;  /* [vocab, hidden] */
+    state *x, *h;            /* [tokens, hidden]: embeddings, or null where there are ids; final states */
+    state *features;         /* [tokens, tapped, hidden] */
+    const int64_t *taps;     /* the layers whose outputs are wanted there, or one of these: */
+#define EMBEDDINGS -1
+#define FINAL -2 /* states, after the last norm */
+    struct product head;     /* of the final states; not asked for where there is no ``logits`` */
     state *logits;
-    int64_t count, tokens, hidden;
-    int64_t widest; /* inputs of the widest product with weights of eight bits; 0: there is none */
+    int64_t requests, table_stride, causal, vocab, tapped, count, tokens, hidden;
+    int64_t widest;          /* inputs of the widest product with weights of eight bits; 0: there is none */
+    float embedding_scale;   /* 0: none */
+    state *qkv, *attended, *gate_up, *gated, *added; /* scratch of short_pass, [tokens, ...] */
 };
 
 #ifdef _OPENMP
@@ -45,7 +54,7 @@ int short_product(const struct product *p, const state *x, state *y, int64_t row
     {
         struct rounded room = new_rounded(rows, p->scale ? p->in : 0);
         if (p->scale && !room.numbers) failed = 1;
-        else share(p, x, y, rows, ME, ALL, &room);
+        else share(p, x, y, rows, 1, ME, ALL, &room);
         free(room.numbers);
     }
     return failed;
@@ -59,73 +68,191 @@ int eight_bits(void) {
 #endif
 }
 
+/* One thread of a team, and how many times threads have come to a meeting. */
+struct member {
+    int64_t me, all, met, *came;
+};
+
+/* A barrier before which whoever comes early asks for what it will read behind it: the memory does not wait for the
+ * slower ones. */
+static void meet(struct member *m, struct later later) {
+    if (m->all > 1) {
+        m->met += m->all;
+        __atomic_fetch_add(m->came, 1, __ATOMIC_RELAXED);
+        while (later.from < later.to && __atomic_load_n(m->came, __ATOMIC_RELAXED) < m->met) ask(&later, 2);
+    }
+#pragma omp barrier
+}
+
 /* Norms of every row, shared among the team. */
 static void norms(const struct pass *p, const state *x, const state *added, state *sums, state *y, const float *weight) {
     int64_t width = p->hidden;
-#pragma omp for
+#pragma omp for schedule(static) nowait
     for (int64_t r = 0; r < p->tokens; r++)
         norm_row(x + r * width, added ? added + r * width : 0, added ? sums + r * width : 0, y + r * width, weight,
                  p->attention.eps, width);
 }
 
-static void gates(const struct pass *p, int64_t width) {
-    int64_t chunks = width / LANES;
-#pragma omp for
-    for (int64_t chunk = 0; chunk < p->tokens * chunks; chunk++) {
-        int64_t r = chunk / chunks, i = chunk % chunks * LANES;
-        const state *gate = p->gate_up + 2 * r * width + i;
-        gate_some(gate, gate + width, p->gated + r * width + i);
+/* Norm of what is added, if the family has it; add; norm of the sum. */
+static void add_and_norm(const struct pass *p, struct member *m, const float *first, const float *second,
+                         struct later later) {
+    if (first) norms(p, p->added, 0, 0, p->added, first); /* the same rows are this thread's again */
+    norms(p, p->x, p->added, p->x, p->h, second);
+    meet(m, later);
+}
+
+/* Gates of the columns that this thread has just computed. */
+static void gates(const struct pass *p, const struct product *gate_up, const struct member *m) {
+    struct shares mine = my_shares(gate_up, 2, m->me, m->all);
+    int64_t width = gate_up->out / 2;
+    for (int64_t r = 0; r < p->tokens; r++) {
+        const state *gate = p->gate_up + 2 * r * width;
+        for (int64_t i = mine.begin * HALF * LANES; i < mine.end * HALF * LANES; i += LANES)
+            gate_some(gate + i, gate + width + i, p->gated + r * width + i);
     }
 }
 
-/* What each thread of the team does. Worksharing loops end in barriers; products have one behind them. */
-static void run(const struct pass *p, const struct units *units, float *scores, const struct rounded *room) {
-    int64_t rows = p->tokens, me = ME, all = ALL;
+/* Queries, keys and values of a layer are there: enter them, and attend. */
+static void attention_of(const struct pass *p, const struct layer *layer, struct member *m, const struct units *units,
+                         float *scores, struct later later) {
+    struct attention a = p->attention;
+    a.keys = p->keys + (layer - p->layers) * p->layer_stride;
+    a.values = a.keys + p->values_offset;
+    a.norm = layer->qk_norm;
+    a.window = layer->window;
+    a.cos = p->cos[layer->slides];
+    a.sin = p->sin[layer->slides];
+    enter_some(&a);
+    meet(m, later);
+    attend_some(&a, units, scores, &later);
+    meet(m, later);
+}
+
+/* Copy states into the columns that are theirs among the features, if their ``tap`` is wanted. */
+static void keep_features(const struct pass *p, int64_t tap, const state *states) {
+    size_t bytes = p->hidden * sizeof(state);
+    for (int64_t i = 0; i < p->tapped; i++)
+        for (int64_t t = 0; p->taps[i] == tap && t < p->tokens; t++)
+            memcpy(p->features + (t * p->tapped + i) * p->hidden, states + t * p->hidden, bytes);
+}
+
+/* Embeddings of the tokens whose first norm is this thread's. */
+static void embed(const struct pass *p) {
+#pragma omp for schedule(static) nowait
+    for (int64_t t = 0; t < p->tokens; t++) {
+        const state *from = p->embedding + p->ids[t] * p->hidden;
+        state *x = p->x + t * p->hidden;
+        if (!p->embedding_scale) memcpy(x, from, p->hidden * sizeof(state));
+        else
+            for (int64_t i = 0; i < p->hidden; i += LANES) store(x + i, load(from + i) * p->embedding_scale);
+    }
+}
+
+/* What each thread of the team does. */
+static void run(const struct pass *p, struct member *m, const struct units *units, float *scores,
+                const struct rounded *room) {
+    int64_t rows = p->tokens, me = m->me, all = m->all;
+    if (p->ids) embed(p);
     norms(p, p->x, 0, 0, p->h, p->first_norm);
+    meet(m, my_first(&p->layers->qkv, 1, me, all));
+    if (me == 0) keep_features(p, EMBEDDINGS, p->x);
     for (int64_t i = 0; i < p->count; i++) {
         const struct layer *layer = p->layers + i;
-        struct attention a = p->attention;
-        a.keys = p->keys + i * p->layer_stride;
-        a.values = a.keys + p->values_offset;
-        a.norm = layer->qk_norm;
-        a.window = layer->window;
-        a.cos = p->cos[layer->slides];
-        a.sin = p->sin[layer->slides];
-        share(&layer->qkv, p->h, p->qkv, rows, me, all, room);
-#pragma omp barrier
-        attend_together(&a, units, scores);
-        share(&layer->o, p->attended, p->added, rows, me, all, room);
-#pragma omp barrier
-        if (layer->attention_out_norm) norms(p, p->added, 0, 0, p->added, layer->attention_out_norm);
-        norms(p, p->x, p->added, p->x, p->h, layer->feedforward_norm);
-        share(&layer->gate_up, p->h, p->gate_up, rows, me, all, room);
-#pragma omp barrier
-        gates(p, layer->down.in);
-        share(&layer->down, p->gated, p->added, rows, me, all, room);
-#pragma omp barrier
-        if (layer->feedforward_out_norm) norms(p, p->added, 0, 0, p->added, layer->feedforward_out_norm);
-        norms(p, p->x, p->added, p->x, p->h, layer->following_norm);
-        if (p->taps[i] && me == 0) memcpy(p->taps[i], p->x, rows * p->hidden * sizeof(state));
+        struct later o = my_first(&layer->o, 1, me, all), gate_up = my_first(&layer->gate_up, 2, me, all);
+        struct later down = my_first(&layer->down, 1, me, all), following = {o.from, o.from};
+        if (i + 1 < p->count) following = my_first(&layer[1].qkv, 1, me, all);
+        else if (p->logits) following = my_first(&p->head, 1, me, all);
+        share(&layer->qkv, p->h, p->qkv, rows, 1, me, all, room);
+        meet(m, o);
+        attention_of(p, layer, m, units, scores, o);
+        share(&layer->o, p->attended, p->added, rows, 1, me, all, room);
+        meet(m, gate_up);
+        add_and_norm(p, m, layer->attention_out_norm, layer->feedforward_norm, gate_up);
+        share(&layer->gate_up, p->h, p->gate_up, rows, 2, me, all, room);
+        gates(p, &layer->gate_up, m);
+        meet(m, down);
+        share(&layer->down, p->gated, p->added, rows, 1, me, all, room);
+        meet(m, following);
+        add_and_norm(p, m, layer->feedforward_out_norm, layer->following_norm, following);
+        if (me == 0) keep_features(p, i, p->x);
     }
-    if (p->logits) share(&p->head, p->h, p->logits, rows, me, all, room);
+    if (me == 0) keep_features(p, FINAL, p->h);
+    if (p->logits) share(&p->head, p->h, p->logits, rows, 1, me, all, room);
 }
 
-/* From embeddings in ``x`` to normed final states in ``h``. Returns 0, or 1 if memory is lacking. */
-int short_pass(const struct pass *p) {
+/* Let ``where`` be the next ``count`` elements of ``*room``; with ``*room`` null count bytes only. */
+#define TAKE(where, count) \
+    (where = (void *)(*room ? *room + used : 0), used += ((count) * sizeof *(where) + 63) / 64 * 64)
+
+/* Scratch of a pass: ``*room`` null asks how many bytes it takes. */
+static size_t lay_out(struct pass *p, int64_t *tables[4], char **room) {
+    struct attention *a = &p->attention;
+    int64_t t = p->tokens, heads = GROUP * a->kv_heads * HEAD_DIM;
+    size_t used = 0;
+    TAKE(tables[0], p->requests * a->stretches);
+    for (int i = 1; i < 4; i++) TAKE(tables[i], t);
+    TAKE(a->queries, t * heads);
+    TAKE(p->qkv, t * p->layers->qkv.out);
+    TAKE(p->attended, t * heads);
+    TAKE(p->gate_up, t * p->layers->gate_up.out);
+    TAKE(p->gated, t * p->layers->down.in);
+    TAKE(p->added, t * p->hidden);
+    if (p->ids) TAKE(p->x, t * p->hidden);
+    return used;
+}
+
+/* Room for a pass, with its places written there: a copy of the requests' page tables; and of each token its request,
+ * its position and the last position that it sees. Null if memory is lacking. */
+static char *settle(struct pass *p) {
+    struct attention *a = &p->attention;
+    int64_t *tables[4], end = 0;
+    char *room = 0;
+    a->tokens = p->tokens;
+    for (int64_t r = 0; r < p->requests; r++)
+        if (p->pasts[r] + p->counts[r] > end) end = p->pasts[r] + p->counts[r];
+    a->stretches = (end + a->page_size - 1) / a->page_size;
+    room = aligned_alloc(64, lay_out(p, tables, &room));
+    if (!room) return 0;
+    lay_out(p, tables, &room);
+    for (int64_t r = 0, t = 0; r < p->requests; r++) {
+        memcpy(tables[0] + r * a->stretches, p->table + p->rows[r] * p->table_stride, a->stretches * sizeof(int64_t));
+        for (int64_t i = 0; i < p->counts[r]; i++, t++) {
+            tables[1][t] = r;
+            tables[2][t] = p->pasts[r] + i;
+            tables[3][t] = p->causal ? tables[2][t] : p->pasts[r] + p->counts[r] - 1;
+        }
+    }
+    a->table = tables[0], a->request = tables[1], a->position = tables[2], a->last = tables[3];
+    a->qkv = p->qkv, a->out = p->attended;
+    return room;
+}
+
+/* From token ids, or embeddings in ``x``, to normed final states in ``h``. Returns 0; 1 if memory is lacking; 2 if an
+ * id has no embedding. Writes to ``p`` what is its own. */
+int short_pass(struct pass *p) {
+    for (int64_t t = 0; p->ids && t < p->tokens; t++)
+        if (p->ids[t] < 0 || p->ids[t] >= p->vocab) return 2;
+    char *mine = settle(p);
     struct units units;
-    int failed = cut_up(&p->attention, &units);
-    if (failed) return failed;
+    int64_t came = 0;
+    int failed = !mine || cut_up(&p->attention, &units);
+    if (failed) {
+        free(mine);
+        return failed;
+    }
 #pragma omp parallel
     {
         float *scores = new_scores(&units);
         struct rounded room = new_rounded(p->tokens, p->widest);
         if (!scores || (p->widest && !room.numbers)) failed = 1;
 #pragma omp barrier
-        if (!failed) run(p, &units, scores, &room);
+        struct member member = {ME, ALL, 0, &came};
+        if (!failed) run(p, &member, &units, scores, &room);
         free(scores);
         free(room.numbers);
     }
     free(units.list);
+    free(mine);
     return failed;
 }
 
@@ -158,12 +285,12 @@ void take_in(const struct intake *p) {
     int64_t tokens = p->attention.tokens;
 #pragma omp parallel
     {
-        share(&p->fc, p->features, p->x, tokens, ME, ALL, 0);
+        share(&p->fc, p->features, p->x, tokens, 1, ME, ALL, 0);
 #pragma omp barrier
 #pragma omp for
         for (int64_t t = 0; t < tokens; t++)
             norm_row(p->x + t * p->hidden, 0, 0, p->h + t * p->hidden, p->norm, p->attention.eps, p->hidden);
-        share(&p->kv, p->h, p->projected, tokens, ME, ALL, 0);
+        share(&p->kv, p->h, p->projected, tokens, 1, ME, ALL, 0);
 #pragma omp barrier
 #pragma omp for
         for (int64_t t = 0; t < tokens; t++) keep(p, t);

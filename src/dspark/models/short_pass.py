@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.models.compiled_products import compiled_forms
@@ -33,6 +34,9 @@ from dspark.models.target import FINAL
 
 SHORT_TOKENS = 128  # more are prompts; the library blocks large products of wide models better
 
+NO_SUCH_ID = 2  # what short_pass returns for a token that the embedding does not have
+
+Tables = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # cosines and sines of full layers and of sliding ones
 _pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -46,19 +50,33 @@ class _Layer(ctypes.Structure):
 
 
 class _Pass(ctypes.Structure):
+    """``struct pass`` of short_pass.c, field by field."""
+
     _fields_ = (
         ("attention", Attention),
-        ("layers", _pointer),
-        ("first_norm", _pointer),
+        *((name, _pointer) for name in ("layers", "first_norm")),
         ("cos", _pointer * 2),
         ("sin", _pointer * 2),
         ("keys", _pointer),
         *((name, _int64) for name in ("layer_stride", "values_offset")),
-        *((name, _pointer) for name in ("x", "h", "qkv", "attended", "gate_up", "gated", "added", "taps")),
+        *((name, _pointer) for name in ("rows", "pasts", "counts", "table", "ids", "embedding")),
+        *((name, _pointer) for name in ("x", "h", "features", "taps")),
         ("head", ProductForm),
         ("logits", _pointer),
-        *((name, _int64) for name in ("count", "tokens", "hidden", "widest")),
+        *((name, _int64) for name in ("requests", "table_stride", "causal", "vocab", "tapped", "count", "tokens")),
+        *((name, _int64) for name in ("hidden", "widest")),
+        ("embedding_scale", ctypes.c_float),
+        *((name, _pointer) for name in ("qkv", "attended", "gate_up", "gated", "added")),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassOutput:
+    """What a pass over token ids leaves."""
+
+    final: Float[Tensor, "tokens hidden"]  # states after the last norm
+    features: Float[Tensor, "tokens features"] | None  # the tapped layers side by side; None: no taps
+    logits: Float[Tensor, "tokens vocab"] | None  # the head's product; None: not asked for, or no head
 
 
 class ShortPass:
@@ -72,9 +90,12 @@ class ShortPass:
         forms: Sequence[ProductForm],
         *,
         head: Product | None = None,
+        embedding: Float[Tensor, "vocab hidden"] | None = None,
+        embedding_scale: float | None = None,
     ) -> None:
-        """``forms``: qkv, o, gate_up and down of every layer, then the head's if there is one."""
-        self._ops, self._run = ops, ops.library.short_pass
+        """``forms``: qkv, o, gate_up and down of every layer, then the head's if there is one. ``embedding``: of token
+        ids, in bfloat16; without it a pass begins with embeddings."""
+        self._run = ops.library.short_pass
         self._run.argtypes = [ctypes.POINTER(_Pass)]
         self._model, self._norm, self._head = layers, final_norm, head  # they own what the structures point to
         config: DecoderConfig = ops.config
@@ -90,48 +111,49 @@ class ShortPass:
             into.qk_norm, into.slides = _weight(layer.qk_norm), layer.slides
             into.window = config.sliding_window or 0 if layer.slides else 0
         first = layers[0]
-        heads = config.num_heads * config.head_dim
-        self._widths = (
-            ("qkv", first.qkv.out_features),
-            ("attended", heads),
-            ("gate_up", first.gate_up.out_features),
-            ("gated", first.down.in_features),
-            ("added", config.hidden_size),
-        )
         self._alike = _Pass(layers=ctypes.addressof(self._layers), count=len(layers), hidden=config.hidden_size)
+        self._alike.attention = ops.alike()
         self._alike.first_norm = _weight(first.input_norm)
         self._alike.widest = max((form.inputs for form in forms if form.scale), default=0)
         if head is not None:
             self._alike.head = forms[-1]
+        self._embedding = None if embedding is None else embedding.contiguous()
+        if self._embedding is not None:
+            self._alike.embedding, self._alike.vocab = self._embedding.data_ptr(), len(self._embedding)
+            self._alike.embedding_scale = embedding_scale or 0.0
         # in bfloat16 the library serves more tokens, with the same bits; weights of eight bits have no other form
         self.most_tokens = SHORT_TOKENS if any(not form.scale for form in forms) else 1 << 30
 
     def __call__(
         self,
-        x: Float[Tensor, "tokens hidden"],
+        token_ids: Int[Tensor, "tokens"],
         memory: LeanMemory,
         rows: Sequence[int],
         counts: Sequence[int],
-        tables: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
-        taps: tuple[int, ...],
+        tables: Tables,
         *,
-        causal: bool = True,
-    ) -> tuple[Float[Tensor, "tokens hidden"], list[Float[Tensor, "tokens hidden"]]]:
-        """From embeddings to final-norm states, and the tapped ones. Writes keys and values; advances no lengths.
+        taps: tuple[int, ...] = (),
+        want_logits: bool = False,
+    ) -> PassOutput:
+        """From token ids to final-norm states, tapped ones and logits. Writes keys and values; advances no lengths.
 
-        ``x`` is overwritten. ``tables``: cosines and sines of full layers and of sliding ones.
+        ``tables``: cosines and sines of full layers and of sliding ones. Raises IndexError for an id that the embedding
+        does not have.
         """
-        tapped = {tap: torch.empty_like(x) for tap in taps if 0 <= tap < len(self._layers)}
-        if -1 in taps:
-            tapped[-1] = x.clone()
-        wanted = (_pointer * len(self._layers))()
-        for tap, into in tapped.items():
-            if tap >= 0:
-                wanted[tap] = into.data_ptr()
-        final = self._pass(x, memory, rows, counts, tables, wanted, None, causal)
-        if FINAL in taps:
-            tapped[FINAL] = final
-        return final, [tapped[tap] for tap in taps]
+        assert self._embedding is not None, "this pass was made without an embedding"
+        p, tokens, hidden = _Pass.from_buffer_copy(self._alike), token_ids.shape[0], self._embedding.shape[1]
+        ids, final = token_ids.to(torch.int64).contiguous(), self._embedding.new_empty(tokens, hidden)
+        features = logits = None
+        wanted = (_int64 * len(taps))(*(-2 if tap == FINAL else tap for tap in taps))
+        if taps:
+            features = final.new_empty(tokens, len(taps) * hidden)
+            p.features, p.taps, p.tapped = features.data_ptr(), ctypes.addressof(wanted), len(taps)
+        if want_logits and self._head is not None:
+            logits = final.new_empty(tokens, self._head.out_features)
+            p.logits = logits.data_ptr()
+        p.ids, p.h = ids.data_ptr(), final.data_ptr()
+        self._pass(p, memory, rows, counts, tables, causal=True)
+        return PassOutput(final=final, features=features, logits=logits)
 
     def with_logits(
         self,
@@ -139,50 +161,53 @@ class ShortPass:
         memory: LeanMemory,
         rows: Sequence[int],
         counts: Sequence[int],
-        tables: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+        tables: Tables,
         *,
         causal: bool = True,
     ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens head_outputs"] | None]:
-        """The same with the head's product of the final-norm states in the same call; None without a head."""
+        """From embeddings, which are overwritten, to final-norm states and the head's product of them; None without a
+        head."""
+        p, final = _Pass.from_buffer_copy(self._alike), torch.empty_like(x)
         logits = None if self._head is None else x.new_empty(x.shape[0], self._head.out_features)
-        none = (_pointer * len(self._layers))()
-        return self._pass(x, memory, rows, counts, tables, none, logits, causal), logits
+        p.x, p.h, p.logits = x.data_ptr(), final.data_ptr(), None if logits is None else logits.data_ptr()
+        self._pass(p, memory, rows, counts, tables, causal=causal)
+        return final, logits
 
     def _pass(
         self,
-        x: Tensor,
+        p: _Pass,
         memory: LeanMemory,
         rows: Sequence[int],
         counts: Sequence[int],
-        tables: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
-        taps: ctypes.Array[ctypes.c_void_p],
-        logits: Tensor | None,
+        tables: Tables,
+        *,
         causal: bool,
-    ) -> Tensor:
-        """Final-norm states; ``taps``: an address per layer, or null."""
-        final, tokens = torch.empty_like(x), x.shape[0]
-        a, kept = self._ops.places(memory, rows, counts, causal=causal)
-        p = _Pass.from_buffer_copy(self._alike)
-        scratch = torch.empty(tokens * sum(width for _, width in self._widths), dtype=x.dtype)
-        address = scratch.data_ptr()
-        for name, width in self._widths:
-            setattr(p, name, address)
-            address += tokens * width * x.element_size()
-        for i, (cos, sin) in enumerate(tables):
-            p.cos[i], p.sin[i] = cos.data_ptr(), sin.data_ptr()
-        a.qkv, a.out = p.qkv, p.attended
-        p.attention, p.taps, p.tokens = a, ctypes.addressof(taps), tokens
-        p.x, p.h, p.keys = x.data_ptr(), final.data_ptr(), memory.both.data_ptr()
-        p.logits = None if logits is None else logits.data_ptr()
-        p.layer_stride, p.values_offset = memory.both.stride()[:2]
-        if self._run(ctypes.byref(p)):
-            raise MemoryError("no memory for attention scores; shorten the context")
-        del kept
-        return final
+    ) -> None:
+        """Fill in what every pass needs, and run it."""
+        requests, table, (full, local) = len(rows), memory.table, tables
+        numbers = (_int64 * (3 * requests))(*rows, *(memory.lengths[row] for row in rows), *counts)
+        p.rows = ctypes.addressof(numbers)
+        p.pasts, p.counts = p.rows + 8 * requests, p.rows + 16 * requests
+        p.requests, p.tokens, p.causal = requests, sum(counts), causal
+        p.table, p.table_stride, p.attention.page_size = table.data_ptr(), table.stride(0), memory.page_size
+        p.cos[0], p.sin[0] = full[0].data_ptr(), full[1].data_ptr()
+        p.cos[1], p.sin[1] = local[0].data_ptr(), local[1].data_ptr()
+        p.keys, (p.layer_stride, p.values_offset) = memory.both.data_ptr(), memory.both.stride()[:2]
+        failed = self._run(ctypes.byref(p))
+        if failed == NO_SUCH_ID:
+            raise IndexError(f"a token id is not in 0..{p.vocab - 1}; the embedding has no row for it")
+        if failed:
+            raise MemoryError("no memory for a pass's states and attention scores; shorten the context")
 
 
 def short_pass(
-    ops: NativeOps, layers: Sequence[Layer], final_norm: RMSNorm, *, head: Product | None = None
+    ops: NativeOps,
+    layers: Sequence[Layer],
+    final_norm: RMSNorm,
+    *,
+    head: Product | None = None,
+    embedding: Float[Tensor, "vocab hidden"] | None = None,
+    embedding_scale: float | None = None,
 ) -> ShortPass | None:
     """The layers as one call, with ``head`` behind them if it can be had; None where the compiled products do not give
     the library's bits."""
@@ -192,7 +217,9 @@ def short_pass(
     for last in (head, None):
         forms = compiled_forms([*linears, *([] if last is None else [last])], ops.library)
         if forms is not None:
-            return ShortPass(ops, layers, final_norm, forms, head=last)
+            return ShortPass(
+                ops, layers, final_norm, forms, head=last, embedding=embedding, embedding_scale=embedding_scale
+            )
     return None
 
 
