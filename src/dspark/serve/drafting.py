@@ -27,22 +27,17 @@ from dspark.maths.batch_schedulers import (
     ThresholdBatch,
 )
 from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay, first_few, probe_cost
-from dspark.maths.lookup import worth_checking
-from dspark.maths.step_costs import StepCosts, convex_from
+from dspark.maths.step_costs import StepCosts
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
 from dspark.models.native_schedule import fast_arithmetic
 from dspark.serve.confidences import Confidences
+from dspark.serve.copies import Copies, CopyFinder
+from dspark.serve.curves import Curves
 from dspark.serve.flight import Flight
 from dspark.serve.settings import EngineConfig
 
 Lens = Int[np.ndarray, "requests"]
-Sps = Float[np.ndarray, "more_tokens_plus_1"]
-
-Copies = dict[int, tuple[list[int], list[float]]]  # drafts from a request's own text and their c_k, by its place
-
-LOOK_PAUSE = 3  # steps without a look into the texts after one whose copies did not pay
-MOST_CURVES = 512  # convex curves that are kept, one per number of requests and other tokens
 
 
 @runtime_checkable
@@ -95,15 +90,16 @@ class DraftPlanner:
             raise ScheduleError("a draft gate weighs measured costs and has none; profile the target first")
         self.drafter, self.scheduler, self.costs = drafter, scheduler, costs
         self._confidences = confidences or Confidences()
-        self._gated, self._block, self._lookup = gated, block, lookup
-        self._looks_in = 0  # steps until copies are looked for again
+        self._gated, self._block = gated, block
+        convex = isinstance(scheduler, GreedyBatch)
+        self._curves = None if costs is None else Curves(costs, block=block, convex=convex)
+        self._finder = CopyFinder(block=block, curves=self._curves if gated else None) if lookup else None
         self._nobody = BatchProposal(
             draft_tokens=torch.zeros(0, block, dtype=torch.long, device=device),
             proposed=np.zeros(0, dtype=np.int64),
             certain=np.zeros(0, dtype=np.bool_),
         )
         self._arithmetic = fast_arithmetic()
-        self._convex: dict[tuple[float, int, int], Float[np.ndarray, "tokens_plus_1"]] = {}
         self.history = SurvivalHistory(seats, block_size=block)
         self._clock, self._refusals = ProbeClock(seats), Refusals()
 
@@ -127,7 +123,9 @@ class DraftPlanner:
             return plan
         started = time.perf_counter()
         context = sum(len(flight.ids) for flight in flights) / count
-        looked_up = self._look_up(flights, other_tokens, context)
+        looked_up: Copies = {}
+        if self._finder is not None:
+            looked_up = self._finder.find(flights, other_tokens=other_tokens, context=context)
         refused = self._gated and self._refusals.holds(count) and not self._clock.tick(self._probe_cost(count))
         if refused and not looked_up:
             plan.schedule_seconds = time.perf_counter() - started
@@ -147,32 +145,6 @@ class DraftPlanner:
         plan.schedule_seconds = time.perf_counter() - scheduling + asking - started
         return plan
 
-    def _look_up(self, flights: Sequence[Flight], other_tokens: int, context: float) -> Copies:
-        """Drafts that requests find in their own texts, where costs say that checking any of them pays; where it does
-        not, nobody looks for some steps."""
-        if not self._lookup or self._looks_in > 0:
-            self._looks_in -= 1
-            return {}
-        found = {}
-        for i, flight in enumerate(flights):
-            drafts, confidence = flight.lookup.drafts(min(flight.most_drafts, self._block))
-            if drafts:
-                found[i] = (drafts, confidence)
-        if not found or self.costs is None or not self._gated:
-            return found
-        requests = len(flights)
-        own = self.costs.own(context=context, other_tokens=other_tokens, requests=requests)
-        judged, sizes = self._judged(requests, other_tokens, context), slice(requests, requests * (1 + self._block) + 1)
-        seconds = own[sizes].tolist()
-        pays = worth_checking(
-            (confidence for _, confidence in found.values()),
-            requests=requests,
-            seconds=seconds,
-            judged=seconds if judged is None else judged[sizes].tolist(),
-        )
-        self._looks_in = 0 if pays else LOOK_PAUSE
-        return found if pays else {}
-
     def _asked(self, flights: Sequence[Flight], looked_up: Collection[int], other_tokens: int, context: float) -> Lens:
         """Drafts to ask the drafter for."""
         limits = np.array([flight.most_drafts for flight in flights], dtype=np.int64).clip(0, self._block)
@@ -181,7 +153,7 @@ class DraftPlanner:
 
     def _gate(self, flights: Sequence[Flight], limits: Lens, other_tokens: int, context: float) -> Lens:
         """Drafts to ask for: what the gate lets through, and a probe where one is due."""
-        assert self.costs is not None
+        assert self.costs is not None and self._curves is not None
         rows = _seats(flights)
         survival = self.history.estimate(rows)
         depth = np.zeros(len(flights), dtype=np.int64)
@@ -192,7 +164,7 @@ class DraftPlanner:
                 self.costs,
                 other_tokens=other_tokens,
                 context=context,
-                judged=self._judged(len(flights), other_tokens, context),
+                judged=self._curves.judged(len(flights), other_tokens, context),
                 arithmetic=self._arithmetic,
             ).depth.copy()
         if not depth.any() and not (other_tokens and self._could_pay(survival, limits, 0, context)):
@@ -212,30 +184,6 @@ class DraftPlanner:
     def _probe_cost(self, requests: int) -> float:
         assert self.costs is not None
         return probe_cost(self.costs, self._clock, requests=requests, known_rounds=self.history.rounds)
-
-    def _judged(self, requests: int, other_tokens: int, context: float) -> Float[np.ndarray, "tokens_plus_1"] | None:
-        """Seconds of a pass by the tokens on top of the others, as Algorithm 1 is to see them; None for other rules."""
-        if self.costs is None or not isinstance(self.scheduler, GreedyBatch):
-            return None
-        key = (float(self.costs.curve(context)[-1]), other_tokens, requests)
-        if key not in self._convex:
-            if len(self._convex) >= MOST_CURVES:
-                self._convex.clear()
-            own = self.costs.own(context=context, other_tokens=other_tokens, requests=requests)
-            self._convex[key] = convex_from(own[: requests * (1 + self._block) + 1], requests)
-        return self._convex[key]
-
-    def _sps(self, requests: int, drafted: int, depth: int, other_tokens: int, context: float) -> Sps | None:
-        """Steps per second by anchors and drafts, with ``drafted`` requests drafted for; None if nobody asks."""
-        if self.costs is None:
-            return None
-        spent = self.costs.drafting(drafted, depth)
-        judged = self._judged(requests, other_tokens, context)
-        if judged is None:
-            return self.costs.sps(context=context, other_tokens=other_tokens, requests=requests, draft_seconds=spent)
-        seconds = judged + spent
-        seconds[:1] = np.inf
-        return 1.0 / seconds
 
     def _schedule(
         self,
@@ -277,7 +225,9 @@ class DraftPlanner:
         if known is not None or looked_up:
             confidence[np.arange(self._block) >= plan.proposed[:, None]] = 0.0
         plan.confidence = None if known is None else confidence
-        sps = self._sps(len(flights), len(asked), int(plan.asked.max()), other_tokens, context)
+        sps = None
+        if self._curves is not None:
+            sps = self._curves.sps(len(flights), len(asked), int(plan.asked.max()), other_tokens, context)
         numbers = np.array([flight.number for flight in flights], dtype=np.int64)
         step = StepDrafts(request_ids=numbers, proposed=plan.proposed, confidence=confidence, sps=sps)
         plan.verify_lens = self.scheduler.choose(step)
@@ -288,10 +238,10 @@ class DraftPlanner:
 
     def foresee(self, flights: Sequence[Flight]) -> None:
         """During a pass: let a scheduler that can settle the next step's size, should it be of these requests."""
-        if not flights or self.costs is None or not isinstance(self.scheduler, LaggedBatch):
+        if not flights or self._curves is None or not isinstance(self.scheduler, LaggedBatch):
             return
         context = sum(len(flight.ids) for flight in flights) / len(flights)
-        sps = self._sps(len(flights), len(flights), self._block, 0, context)
+        sps = self._curves.sps(len(flights), len(flights), self._block, 0, context)
         self.scheduler.foresee(np.array([flight.number for flight in flights], dtype=np.int64), sps)
 
     def observe(self, plan: Drafting, accepted: dict[int, int]) -> None:
