@@ -4,6 +4,9 @@
  * ACTIVATION. All arithmetic is fp32; states are rounded once, when they are stored. The reference of every function is
  * the PyTorch code in plain.py, and a test holds the two together.
  */
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -21,7 +24,13 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 
 #if STATE_BF16
 typedef uint16_t state;
-static inline vec load(const state *p) { return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16); }
+static inline vec load(const state *p) {
+#ifdef __AVX512F__ /* one instruction, where gcc finds six */
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#else
+    return (vec)(__builtin_convertvector(*(const hvec *)p, uvec) << 16);
+#endif
+}
 static inline void store(state *p, vec x) {
     uvec bits = (uvec)x; /* round to nearest, ties to even */
     *(hvec *)p = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, hvec);
@@ -226,8 +235,8 @@ struct later {
 };
 
 static inline void ask(struct later *later, int lines) {
-    for (int i = 0; i < lines; i++, later->from += later->from < later->to ? 64 : 0)
-        __builtin_prefetch(later->from, 0, 2);
+    for (int i = 0; i < lines; i++) __builtin_prefetch(later->from + 64 * i, 0, 2);
+    later->from += later->from < later->to ? 64 * lines : 0;
 }
 
 /* Ask for the keys or values of ``count`` positions before they are used. */
