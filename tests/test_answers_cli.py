@@ -228,7 +228,7 @@ def test_mistakes_end_in_one_line(model: Path, prompts: Path, tmp_path: Path) ->
 def test_progress_lines_come_now_and_then_without_a_terminal(
     model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers_cli, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr("dspark.pace.REPORT_SECONDS", 0.0)
     done = run(model, prompts, tmp_path / "answers.jsonl")
     assert [f"{i}/6 answers" in done.stderr for i in range(8)] == [False, *[True] * 6, False]
 

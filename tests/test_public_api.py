@@ -19,6 +19,7 @@ ROOT = Path(dspark.__file__).parent
 BELOW = {
     "errors": set(),
     "numbers": set(),
+    "pace": set(),
     "core": {"errors"},
     "artifacts": {"errors", "numbers"},
     "maths": {"core", "errors"},
@@ -27,7 +28,7 @@ BELOW = {
     "decode": {"core", "errors", "maths", "models"},
 }
 BELOW |= {"schedule_files": {"core", "errors", "artifacts", "maths", "models"}}
-STAGE = {"core", "errors", "numbers", "artifacts", "maths", "models", "chat", "decode", "schedule_files"}
+STAGE = {"core", "errors", "numbers", "pace", "artifacts", "maths", "models", "chat", "decode", "schedule_files"}
 BELOW |= {"data": STAGE, "train": STAGE | {"data"}, "evaluate": STAGE}
 BELOW |= {"export": STAGE, "formats_cli": STAGE | {"export"}}
 BELOW |= {"bundle": STAGE | {"evaluate"}}
@@ -41,7 +42,7 @@ BELOW |= {"eval_sources": STAGE | {"data", "evaluate"}}
 BELOW |= {"eval_plays": STAGE | {"data", "evaluate", "bundle", "eval_sources"}}
 BELOW |= {"eval_cli": STAGE | {"evaluate", "eval_plays"}, "report": STAGE | {"evaluate"}}
 STAGES = {"data", "train", "evaluate", "bundle", "train_cli", "prompts_cli", "calibrate_cli", "profile_cli"}
-BELOW |= {"road": STAGE | STAGES, "accelerate_cli": {"errors", "numbers", "road"}}
+BELOW |= {"road": STAGE | STAGES, "accelerate_cli": {"errors", "numbers", "pace", "road"}}
 BELOW |= {"loadbench": STAGE | {"evaluate"}, "serve": STAGE | {"bundle", "evaluate"}}
 BELOW |= {"simulate": STAGE | {"evaluate", "assignments"}}
 BELOW |= {"verbs": {*BELOW}}

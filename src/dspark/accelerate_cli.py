@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import torch
@@ -10,11 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from dspark.numbers import clock_text, number_text
+from dspark.pace import Pace
 from dspark.road.road import Progress as RoadProgress
 from dspark.road.road import RoadConfig
 from dspark.road.walk import Result, accelerate
-
-REPORT_SECONDS = 30.0  # between lines where there is no terminal
 
 
 def default_out(model: str) -> Path:
@@ -64,7 +62,7 @@ class _Board:
         self._out = out
         self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=out, disable=not out.is_terminal)
         self._task = self._bar.add_task("loading the model", total=1.0)
-        self._shown = time.monotonic()
+        self._pace = Pace()
 
     def __enter__(self) -> _Board:
         self._bar.start()
@@ -81,6 +79,5 @@ class _Board:
 
     def show(self, text: str, share: float) -> None:
         self._bar.update(self._task, completed=min(1.0, max(0.0, share)), description=text)
-        if not self._out.is_terminal and time.monotonic() - self._shown >= REPORT_SECONDS:
-            self._shown = time.monotonic()
+        if not self._out.is_terminal and self._pace.due():
             self._out.print(text, soft_wrap=True, markup=False)

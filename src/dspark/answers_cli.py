@@ -25,8 +25,7 @@ from dspark.data.remote_answers import Server, Tally, named, remote_answers, ser
 from dspark.errors import ConfigError
 from dspark.models.loading import load_target
 from dspark.models.weights import resolve_model
-
-REPORT_SECONDS = 30.0  # between lines where there is no terminal
+from dspark.pace import Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +235,7 @@ class _Board:
         self._out, self._jobs = out, len(jobs)
         self._turn = f"turn {turn + 1}: " if turn else ""
         self._answers = self._answer_tokens = self._tokens = 0
-        self._begin = self._reported = time.monotonic()
+        self._begin, self._pace = time.monotonic(), Pace()
         self._bar = Progress(BarColumn(), TextColumn("{task.description}"), console=out, disable=not out.is_terminal)
         self._task = self._bar.add_task(f"{self._turn}0/{len(jobs)} answers", total=len(jobs))
 
@@ -257,13 +256,12 @@ class _Board:
         """Take in a finished answer."""
         self._answers += 1
         self._answer_tokens += len(answer.token_ids)
-        now = time.monotonic()
+        seconds = time.monotonic() - self._begin
         words = self._turn + progress_text(
-            self._answers, self._jobs, tokens=self._tokens, answered=self._answer_tokens, seconds=now - self._begin
+            self._answers, self._jobs, tokens=self._tokens, answered=self._answer_tokens, seconds=seconds
         )
         self._bar.update(self._task, completed=self._answers, description=words)
-        if not self._out.is_terminal and (now - self._reported >= REPORT_SECONDS or self._answers == self._jobs):
-            self._reported = now
+        if not self._out.is_terminal and self._pace.due(finished=self._answers == self._jobs):
             self._out.print(words, soft_wrap=True)
 
 

@@ -14,6 +14,7 @@ import typer
 
 from dspark.errors import ConfigError
 from dspark.numbers import clock_text
+from dspark.pace import Pace
 
 if TYPE_CHECKING:
     from dspark.cache_runs import CacheLoss, Estimate
@@ -26,7 +27,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-REPORT_SECONDS = 30.0  # between lines where there is no terminal
 MIB = 1 << 20
 MEASURED = 8  # samples that a drafter's acceptance is measured on unless told
 
@@ -201,7 +201,7 @@ class _Board:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._total, self._done = tokens, 0
-        self._begin = self._reported = time.monotonic()
+        self._begin, self._pace = time.monotonic(), Pace()
         self._out = Console(stderr=True, highlight=False)
         self.bar = Progress(
             BarColumn(), TextColumn("{task.description}"), console=self._out, disable=not self._out.is_terminal
@@ -211,13 +211,11 @@ class _Board:
     def show(self, sample: Sample) -> None:
         """Take in a sample that was written."""
         self._done += sample.token_ids.shape[0]
-        now = time.monotonic()
-        speed = self._done / max(now - self._begin, 1e-9)
+        speed = self._done / max(time.monotonic() - self._begin, 1e-9)
         left = clock_text((self._total - self._done) / speed)
         words = f"{self._done:,}/{self._total:,} tokens, {speed:.0f} tokens/s, {left} left"
         self.bar.update(self._task, completed=self._done, description=words)
-        if not self._out.is_terminal and (now - self._reported >= REPORT_SECONDS or self._done == self._total):
-            self._reported = now
+        if not self._out.is_terminal and self._pace.due(finished=self._done == self._total):
             self._out.print(words, soft_wrap=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +23,9 @@ from dspark.evaluate.records import find_cells
 from dspark.export.schedule import check_exportable, sglang_temperatures, write_table
 from dspark.maths.estimator import FEATURES
 from dspark.models.weights import resolve_model
+from dspark.pace import Pace
 from dspark.schedule_files import Calibration, check_drafts, drafter_fingerprint, folder_fingerprint
 
-REPORT_SECONDS = 30.0  # between lines of progress where there is no terminal
 RECORDED = ("temperature", "top_k", "top_p", "min_p", "rule")  # of the sampling parameters
 
 
@@ -90,15 +89,12 @@ def run(
 
 def _progress(prompts: int) -> Callable[[int], None]:
     """Tells how many are done on stderr: in place at a terminal, else a line every half minute and at the end."""
-    said = time.monotonic()
-    place = sys.stderr.isatty()
+    place, pace = sys.stderr.isatty(), Pace()
 
     def on_prompt(done: int) -> None:
-        nonlocal said
         if place:
             typer.echo(f"\r{done}/{prompts} prompts", err=True, nl=done == prompts)
-        elif done == prompts or time.monotonic() - said > REPORT_SECONDS:
-            said = time.monotonic()
+        elif pace.due(finished=done == prompts):
             typer.echo(f"{done}/{prompts} prompts", err=True)
 
     return on_prompt

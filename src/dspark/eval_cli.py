@@ -27,9 +27,9 @@ from dspark.evaluate.playing import play_conversations
 from dspark.evaluate.records import AnswerRecord, Cell, add_answer, find_cells, writing
 from dspark.evaluate.suite import Conversation
 from dspark.evaluate.tables import TextTable, comparison_data, markdown, print_tables, tables
+from dspark.pace import Pace
 
 UNFINISHED = 3  # exit code of a process whose time was up
-REPORT_SECONDS = 30.0  # between lines of progress where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class _Progress:
     """A line on stderr: rewritten at a terminal, now and then a new one elsewhere."""
 
     def __init__(self, total: int) -> None:
-        self._total, self._said = total, time.monotonic()
+        self._total, self._pace = total, Pace()
         self._out = Console(stderr=True, highlight=False)
         self._status = self._out.status(f"0 of {total} prompts")
 
@@ -146,8 +146,7 @@ class _Progress:
     def at(self, done: int) -> None:
         line = f"{done} of {self._total} prompts"
         self._status.update(line)
-        if not self._out.is_terminal and time.monotonic() - self._said > REPORT_SECONDS:
-            self._said = time.monotonic()
+        if not self._out.is_terminal and self._pace.due():
             self._out.print(line)
 
 

@@ -121,9 +121,7 @@ def test_the_rule_of_trust_is_the_constant_s(monkeypatch: pytest.MonkeyPatch) ->
     st.floats(0.01, 1.0),
     st.floats(0.0, 2.0),
 )
-def test_copies_are_checked_where_the_likeliest_pay(
-    rows: list[list[float]], slope: float, stair: float
-) -> None:
+def test_copies_are_checked_where_the_likeliest_pay(rows: list[list[float]], slope: float, stair: float) -> None:
     """By hand: the count that is best by what the scheduler goes by, in what it really takes."""
     survivals = sorted((float(np.prod(row[: k + 1])) for row in rows for k in range(len(row))), reverse=True)
     judged = [1.0 + slope * drafts for drafts in range(len(survivals) + 1)]
