@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dspark.numbers import clock_text, json_data, number_text, ratio
+from dspark.numbers import clock_text, json_data, measured, number_text, ratio
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,7 @@ def test_json_has_null_for_what_is_no_number_at_any_depth() -> None:
     found = json_data(value, rounded=lambda number: round(number, 2))
     assert found == {"a": {"speed": None, "rates": [0.12, None]}, "b": [1, 2], "3": [True, None, "nan"]}
     assert json.loads(json.dumps(found, allow_nan=False), parse_constant=pytest.fail) == found
+
+
+def test_what_was_measured_is_all_but_nan() -> None:
+    assert measured(iter([1.0, float("nan"), float("inf"), 0.0])) == [1.0, float("inf"), 0.0]

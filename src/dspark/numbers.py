@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -18,6 +18,11 @@ def number_text(value: int | float | None, form: str = ".2f") -> str:
 def ratio(over: int | float, under: int | float) -> float:
     """``over`` / ``under``; nan unless ``under`` is positive, for then nothing was counted."""
     return over / under if under > 0 else math.nan
+
+
+def measured(values: Iterable[float]) -> list[float]:
+    """Those of ``values`` that something was measured for: all but nan, in order."""
+    return [value for value in values if not math.isnan(value)]
 
 
 def clock_text(seconds: float) -> str:

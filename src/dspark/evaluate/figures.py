@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark.core import Completion, RoundRecord
-from dspark.numbers import json_data, ratio
+from dspark.numbers import json_data, measured, ratio
 
 
 def proposed(record: RoundRecord) -> int:
@@ -217,14 +217,10 @@ def _longest(rounds: Sequence[RoundRecord]) -> int:
     return max((proposed(r) for r in rounds), default=0)
 
 
-def _finite(values: Iterable[float]) -> list[float]:
-    return [v for v in values if not math.isnan(v)]
-
-
 def _median(values: Iterable[float]) -> float:
     """Median of the values that are numbers: a prompt that ends at its first token has no speed."""
-    finite = _finite(values)
-    return statistics.median(finite) if finite else math.nan
+    known = measured(values)
+    return statistics.median(known) if known else math.nan
 
 
 def _median_ms(seconds: Iterable[float]) -> float:
@@ -232,8 +228,8 @@ def _median_ms(seconds: Iterable[float]) -> float:
 
 
 def _mean(values: Iterable[float]) -> float:
-    finite = _finite(values)
-    return statistics.fmean(finite) if finite else math.nan
+    known = measured(values)
+    return statistics.fmean(known) if known else math.nan
 
 
 def _mean_or_none(values: Iterable[float | None]) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dspark.loadbench.client import Reply
-from dspark.numbers import json_data, ratio
+from dspark.numbers import json_data, measured, ratio
 
 COUNTERS = ("steps", "output_tokens", "drafted_tokens", "verified_tokens", "accepted_tokens")
 STAGE = "dspark_stage_seconds_total"
@@ -58,8 +57,8 @@ def figures_of(
     ok = [reply for reply in replies if reply.outcome == "ok"]
     seconds = max((r.ended for r in replies), default=0.0) - min((r.sent for r in replies), default=0.0)
     tokens = sum(reply.tokens for reply in ok)
-    speeds = _known([reply.tokens_per_second for reply in ok])
-    waits = _known([reply.first_token_seconds for reply in ok])
+    speeds = measured([reply.tokens_per_second for reply in ok])
+    waits = measured([reply.first_token_seconds for reply in ok])
     counted = {name: _difference(before, after, f"dspark_{name}_total") for name in COUNTERS}
     stages = {
         name.removeprefix(STAGE + '{stage="').removesuffix('"}'): value - before.get(name, 0.0)
@@ -107,10 +106,6 @@ def merged(runs: Sequence[LoadFigures]) -> LoadFigures:
     """The run with the median throughput of several of one way and level: a whole run, not a mixture."""
     ranked = sorted(runs, key=lambda run: run.tokens_per_second)
     return ranked[(len(ranked) - 1) // 2]
-
-
-def _known(values: Sequence[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
