@@ -23,14 +23,15 @@ def test_both_forms_keep_the_same_and_give_it_back(dtype: torch.dtype | None) ->
     texts: list[list[int]] = [[] for _ in range(SEATS)]
     for _ in range(7):
         seats = rng.permutation(SEATS)[: rng.integers(1, SEATS + 1)].tolist()
-        counts = [int(rng.integers(1, 4)) for _ in seats]
-        ids = torch.from_numpy(rng.integers(0, 99, sum(counts)))
+        ran = [int(rng.integers(1, 4)) for _ in seats]
+        counts = [int(rng.integers(1, most + 1)) for most in ran]
+        ids = torch.from_numpy(rng.integers(0, 99, sum(ran)))
         states = None if dtype is None else torch.stack([ids, ids + 100], 1).to(dtype)
         for form in forms:
             form.taken[:] = True
-            form.append(seats, counts, ids, states)
-        for seat, part in zip(seats, ids.split(counts), strict=True):
-            texts[seat] += part.tolist()
+            form.append(seats, ran, counts, ids, states)
+        for seat, part, count in zip(seats, ids.split(ran), counts, strict=True):
+            texts[seat] += part[:count].tolist()
         assert (forms[0].taken == forms[1].taken).all() and (~forms[0].taken).sum() == sum(counts)
     for form in forms:
         assert form.lengths.tolist() == [len(text) for text in texts]
@@ -52,7 +53,7 @@ def test_both_forms_keep_the_same_and_give_it_back(dtype: torch.dtype | None) ->
 def test_a_seat_without_a_page_is_our_mistake(native: bool) -> None:
     kept = KeptStates(PageTables(seats=1, pages_per_seat=1, page_size=2), pages=1, native=native)
     with pytest.raises(AssertionError, match="without pages"):
-        kept.append([0], [1], torch.zeros(1, dtype=torch.long), torch.zeros(1, 2))
+        kept.append([0], [1], [1], torch.zeros(1, dtype=torch.long), torch.zeros(1, 2))
 
 
 def test_who_shares_a_page_in_use() -> None:

@@ -371,7 +371,7 @@ def test_a_broken_pass_ends_who_was_in_it_and_the_engine_goes_on(kind: type[Engi
 
 
 @LOOPS
-@pytest.mark.parametrize("stage", ["propose", "extend", "open", "close"])
+@pytest.mark.parametrize("stage", ["propose", "keep", "open", "close"])
 def test_a_drafter_that_fails_leaves_the_engine_usable(
     kind: type[Engine], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,7 +267,7 @@ class ProbeClock:
             raise ScheduleError(f"share is {share}; it must be a share of the time in (0, 1]")
         self._first, self._longest, self.requests, self._share = first_pause, longest_pause, requests, share
         self._probes = self._since = self._now = 0  # since the last time that nobody was refused; steps; all steps
-        self._drafted = np.zeros(rows, dtype=np.int64)  # step in which each row was drafted for last, or opened
+        self._drafted = [0] * rows  # step in which each row was drafted for last, or opened
 
     def open(self, row: int) -> None:
         self._drafted[row] = self._now
@@ -286,24 +286,27 @@ class ProbeClock:
         if not len(refused):
             return refused
         self._since, self._probes = 0, self._probes + 1
-        longest = np.argsort(self._drafted[rows[refused]], kind="stable")[: self.requests]
-        probed = refused[longest]
-        self._drafted[rows[probed]] = self._now
-        return probed
+        seats = rows.tolist()
+        longest = sorted(refused.tolist(), key=lambda place: self._drafted[seats[place]])[: self.requests]
+        for place in longest:
+            self._drafted[seats[place]] = self._now
+        return np.array(longest, dtype=np.int64)
 
     def due(
         self, rows: Int[np.ndarray, "requests"], depth: Lens, limits: Lens, *, cost: float = 0.0
     ) -> Int[np.ndarray, "probed"]:
         """Places among ``rows`` to be drafted for besides those with a ``depth``; advances the clock by a step."""
-        refused = np.flatnonzero((depth == 0) & (limits > 0))
-        if not len(refused):
-            self._now += 1
-            self._drafted[rows[depth > 0]] = self._now
-            self._probes = self._since = 0
-            return refused
-        due = self.tick(cost)
-        self._drafted[rows[depth > 0]] = self._now
-        return self.probe(rows, refused) if due else refused[:0]
+        depths = depth.tolist()
+        refused = [place for place, most in enumerate(limits.tolist()) if most > 0 and not depths[place]]
+        due = False
+        if refused:
+            due = self.tick(cost)
+        else:
+            self._now, self._probes, self._since = self._now + 1, 0, 0
+        for row, drafts in zip(rows.tolist(), depths, strict=True):
+            if drafts:
+                self._drafted[row] = self._now
+        return self.probe(rows, np.array(refused if due else [], dtype=np.int64))
 
 
 def probe_cost(costs: StepCosts, clock: ProbeClock, *, requests: int, known_rounds: int) -> float:

@@ -114,7 +114,7 @@ class SurvivalHistory:
         self._weights[rows] = self._fade * self._weights[rows] + 1.0
         self.rounds += len(rows)
         fade = self._pool_fade ** len(rows)
-        self._pool_sum = fade * self._pool_sum + survival.sum(0)
+        self._pool_sum = fade * self._pool_sum + (survival.sum(0) if len(rows) > 1 else survival[0])
         self._pool_weight = fade * self._pool_weight + len(rows)
 
     def rest(self, rows: Int[np.ndarray, "requests"]) -> None:

@@ -66,10 +66,11 @@ class DsparkBatch:
         for seat, count in zip(seats, counts, strict=True):
             self._advance(seat, count)
         fitting = [self._memory.lengths[seat] - past for seat, past in zip(seats, before, strict=True)]
-        if sum(fitting) < len(rows):
+        written = sum(fitting)
+        if written < features.shape[0]:
             inside = positions < self._memory.max_len
             rows, positions, features = rows[inside], positions[inside], features[inside.to(features.device)]
-        if len(rows):
+        if written:
             self._memory.tables.check(seats, before, fitting, pages=self._memory.pages)
             self._drafter.project(self._memory, rows, positions, features)
 

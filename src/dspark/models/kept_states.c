@@ -20,21 +20,20 @@ static int64_t slot_of(const struct kept *k, int64_t seat, int64_t at) {
     return page < 0 || slot >= k->slots ? -1 : slot;
 }
 
-/* Append `counts` tokens to each of `seats`, all one after the other. Returns their number; -1 if one has no page. */
-int64_t keep(const struct kept *k, const int64_t *seats, const int64_t *counts, int64_t requests,
+/* Append the first `counts` of the `ran` tokens of each of `seats`, which lie one seat after the other. Returns how many
+ * ran; -1 if one has no page. */
+int64_t keep(const struct kept *k, const int64_t *seats, const int64_t *ran, const int64_t *counts, int64_t requests,
              const int64_t *token_ids, const char *states) {
-    int64_t token = 0;
-    for (int64_t r = 0; r < requests; r++) {
-        int64_t seat = seats[r];
-        for (int64_t i = 0; i < counts[r]; i++, token++) {
-            int64_t slot = slot_of(k, seat, k->lengths[seat]++);
+    int64_t first = 0;
+    for (int64_t r = 0; r < requests; first += ran[r++])
+        for (int64_t token = first; token < first + counts[r]; token++) {
+            int64_t slot = slot_of(k, seats[r], k->lengths[seats[r]]++);
             if (slot < 0) return -1;
             k->ids[slot] = token_ids[token];
             k->taken[slot] = 0;
             memcpy(k->states + slot * k->row_bytes, states + token * k->row_bytes, k->row_bytes);
         }
-    }
-    return token;
+    return first;
 }
 
 /* Copy `counts` tokens of each of `seats` from position `starts` on, all one after the other, and tell their slots.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,13 @@ class _Kept(ctypes.Structure):
         *((name, _pointer) for name in ("table", "lengths", "ids", "taken", "states")),
         *((name, _int64) for name in ("pages_per_seat", "page_size", "slots", "row_bytes")),
     )
+
+
+def first_of_each(ran: Sequence[int], counts: Sequence[int]) -> Int[Tensor, "kept"]:
+    """Places of the first ``counts[i]`` of ``ran[i]`` tokens, all requests one after the other."""
+    starts = [0, *accumulate(ran)]
+    places = [at for start, count in zip(starts, counts, strict=False) for at in range(start, start + count)]
+    return torch.from_numpy(np.array(places, dtype=np.int64))
 
 
 class Recalled(NamedTuple):
@@ -63,30 +71,32 @@ class KeptStates:
     def append(
         self,
         seats: Sequence[int],
+        ran: Sequence[int],
         counts: Sequence[int],
         token_ids: Int[Tensor, "tokens"],
         states: Float[Tensor, "tokens features"] | None,
     ) -> None:
-        """Keep ``counts[i]`` more tokens of seat ``seats[i]``, all seats one after the other; not taken yet."""
+        """Keep more tokens of ``seats``, not taken yet: of the ``ran[i]`` of seat ``seats[i]``, all seats one after the
+        other, the first ``counts[i]``."""
         if self._ids is None:
             self._make_room(token_ids, states)
         if self._kept is not None and self._library is not None:
             token_ids, states = token_ids.contiguous(), None if states is None else states.contiguous()
             numbers, from_states = _int64 * len(seats), 0 if states is None else states.data_ptr()
             done = self._library.keep(
-                *(ctypes.byref(self._kept), numbers(*seats), numbers(*counts), len(seats)),
+                *(ctypes.byref(self._kept), numbers(*seats), numbers(*ran), numbers(*counts), len(seats)),
                 *(token_ids.data_ptr(), from_states),
             )
             assert done == token_ids.shape[0], "a seat without pages for its tokens"
             return
         rows, sizes = np.array((seats, counts), dtype=np.int64)
         slots = self.slots(rows, self.lengths[rows], sizes)
-        assert slots.min() >= 0, "a seat without pages for its tokens"
-        at = self._index(slots)
+        assert slots.min(initial=0) >= 0, "a seat without pages for its tokens"
+        at, standing = self._index(slots), first_of_each(ran, counts).to(token_ids.device)
         assert self._ids is not None
-        self._ids.index_copy_(0, at, token_ids)
+        self._ids.index_copy_(0, at, token_ids[standing])
         if self._states is not None and states is not None:
-            self._states.index_copy_(0, at, states)
+            self._states.index_copy_(0, at, states[standing])
         self.taken[slots] = False
         self.lengths[rows] += sizes
 
@@ -162,7 +172,7 @@ def _library() -> ctypes.CDLL | None:
     """kept_states.c; None without a working compiler."""
     library = compiled(SOURCE, ())
     if library is not None:
-        library.keep.argtypes = [ctypes.POINTER(_Kept), _pointer, _pointer, _int64, _pointer, _pointer]
+        library.keep.argtypes = [ctypes.POINTER(_Kept), *[_pointer] * 3, _int64, _pointer, _pointer]
         library.recall.argtypes = [ctypes.POINTER(_Kept), *[_pointer] * 3, _int64, *[_pointer] * 3]
         library.keep.restype = library.recall.restype = _int64
     return library

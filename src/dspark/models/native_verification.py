@@ -86,7 +86,7 @@ def verify_batch(
 
 def library_for(logits: Tensor) -> ctypes.CDLL | None:
     """verify.c if it covers ``logits``."""
-    covered = logits.device.type == "cpu" and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
+    covered = logits.is_cpu and logits.dtype in (torch.bfloat16, torch.float32) and logits.numel() > 0
     return _wanted() if covered else None
 
 

@@ -70,12 +70,12 @@ class Drafted:
     @property
     def token_ids(self) -> Int[Tensor, "requests block"]:
         """The drafts."""
-        return self.ids[:, 1:]
+        return self.ids.narrow(1, 1, self.ids.shape[1] - 1)
 
     @property
     def prev_ids(self) -> Int[Tensor, "requests block"]:
         """The token before each."""
-        return self.ids[:, :-1]
+        return self.ids.narrow(1, 0, self.ids.shape[1] - 1)
 
 
 class SequentialStage:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from dspark.models.batch_drafter import BatchProposal
@@ -134,10 +132,3 @@ def assemble(
         told=told,
         proposal=proposal,
     )
-
-
-def kept_tokens(starts: Sequence[int], kept: Sequence[int]) -> Int[Tensor, "kept"]:
-    """Places in the flat batch of each request's first ``kept`` tokens."""
-    sizes = np.asarray(kept, dtype=np.int64)
-    first = np.repeat(np.asarray(starts, dtype=np.int64) - (sizes.cumsum() - sizes), sizes)
-    return torch.from_numpy(first + np.arange(int(sizes.sum()), dtype=np.int64))

@@ -12,7 +12,7 @@ from torch import Tensor
 from dspark.maths.batch_verification import BatchVerdict
 from dspark.maths.logprobs import row_logprobs
 from dspark.models.native_verification import verify_batch
-from dspark.serve.batch import Judged, StepBatch, StepOutput, kept_tokens
+from dspark.serve.batch import Judged, StepBatch, StepOutput
 from dspark.serve.flight import Flight
 from dspark.serve.lazy import LazyDrafter
 from dspark.serve.outcome import Outcome, take_in
@@ -63,17 +63,9 @@ class Commit:
                 self.roster.memory.rollback(flight.seat, flight.computed)
         if self.drafter.block_size == 0:
             return 0.0
-        token_ids, features = batch.token_ids, output.features
-        if len(kept) == 1:
-            token_ids = token_ids[: kept[0]]
-            features = None if features is None else features.narrow(0, 0, kept[0])
-        elif sum(kept) < len(token_ids):
-            places = kept_tokens(batch.starts, kept)
-            token_ids = [token_ids[place] for place in places.tolist()]
-            features = None if features is None else features[places.to(features.device)]
-        ids = torch.from_numpy(np.array(token_ids, dtype=np.int64)).to(self._device)
+        token_ids = torch.from_numpy(np.array(batch.token_ids, dtype=np.int64)).to(self._device)
         started = time.perf_counter()
-        self.drafter.extend(batch.seats, kept, ids, features)
+        self.drafter.keep(batch.seats, batch.counts, kept, token_ids, output.features)
         return time.perf_counter() - started
 
     def append(self, batch: StepBatch, output: StepOutput, verdict: BatchVerdict | None) -> list[Outcome]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
 from dspark.models.forwarding_batch import ForwardingBatch
-from dspark.models.kept_states import KeptStates
+from dspark.models.kept_states import KeptStates, first_of_each
 from dspark.models.paged_memory import PageTables
 
 
@@ -52,10 +52,24 @@ class LazyDrafter(ForwardingBatch):
         features: Float[Tensor, "tokens features"] | None,
     ) -> None:
         """Keep the tokens for whoever is asked about."""
+        self.keep(seats, counts, counts, token_ids, features)
+
+    def keep(
+        self,
+        seats: Sequence[int],
+        ran: Sequence[int],
+        counts: Sequence[int],
+        token_ids: Int[Tensor, "tokens"],
+        features: Float[Tensor, "tokens features"] | None,
+    ) -> None:
+        """:meth:`extend` by what stands of a pass: of the ``ran[i]`` tokens of each seat the first ``counts[i]``."""
         if self._postpones:
-            self._kept.append(seats, counts, token_ids, features)
-        else:
-            super().extend(seats, counts, token_ids, features)
+            self._kept.append(seats, ran, counts, token_ids, features)
+            return
+        if sum(counts) < sum(ran):
+            places = first_of_each(ran, counts).to(token_ids.device)
+            token_ids, features = token_ids[places], None if features is None else features[places]
+        super().extend(seats, counts, token_ids, features)
 
     def propose(self, asks: Sequence[DraftAsk]) -> BatchProposal:
         """See :class:`BatchDrafter`."""
