@@ -22,6 +22,7 @@ time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -70,20 +71,20 @@ def choose_depths(
     curve = _own(costs, survival, other_tokens, context)
     plain = float(requests / curve[requests]) if requests else 0.0
     going_by = curve if judged is None else judged
-    none = GateChoice(depth=np.zeros(requests, dtype=np.int64), throughput=plain, plain=plain)
+    chosen = np.zeros(requests, dtype=np.int64)
     allowed = _allowed(survival, limits)
     order = np.argsort(-allowed.sum(1), kind="stable") if requests > 1 else np.arange(requests)
     ranked = allowed[order[: np.count_nonzero(limits)]]
     if not ranked.size:
-        return none
+        return GateChoice(depth=chosen, throughput=plain, plain=plain)
     counted = _few if ranked.size <= FEW else _many
-    expected, most = counted(ranked, requests, curve, going_by, costs, arithmetic), len(ranked)
+    expected = functools.cache(counted(ranked, requests, curve, going_by, costs, arithmetic))
+    most = len(ranked)
     depth = max(_grid(block), key=lambda d: expected(most, d))
     some = max(_grid(most), key=lambda m: expected(m, depth))
     best = expected(some, depth)
     if not best > plain * (1.0 + margin):
-        return none
-    chosen = np.zeros(requests, dtype=np.int64)
+        return GateChoice(depth=chosen, throughput=plain, plain=plain)
     chosen[order[:some]] = np.minimum(limits[order[:some]], depth)
     return GateChoice(depth=chosen, throughput=best, plain=plain)
 
