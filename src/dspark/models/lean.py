@@ -163,7 +163,7 @@ class LeanTarget:
 
     def embed(self, token_ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape hidden"]:
         """Input embeddings as the first layer receives them."""
-        embedded = F.embedding(token_ids, self._embedding)
+        embedded = torch.embedding(self._embedding, token_ids)
         return embedded if self._embedding_scale is None else embedded * self._embedding_scale
 
     def logits(self, final: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:

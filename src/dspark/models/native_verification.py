@@ -148,8 +148,8 @@ def _verify_greedy(
     ):
         raise MemoryError("no memory to verify drafts; lower the number of seats")
     errors = {i: no_distribution(row) for i, row in enumerate(bad_rows) if row >= 0}
-    found = np.array((accepted[:], next_tokens[:]), dtype=np.int64)
-    return BatchVerdict(accepted=found[0], next_tokens=found[1], errors=errors)
+    found, following = np.array(accepted[:], dtype=np.int64), np.array(next_tokens[:], dtype=np.int64)
+    return BatchVerdict(accepted=found, next_tokens=following, errors=errors)
 
 
 class _Step:
