@@ -82,12 +82,14 @@ def test_equals_the_layers_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch
         both_ways(target, monkeypatch, rows, counts)
 
 
-def test_equals_them_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [2, 3])
+def test_equals_them_on_several_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not supported():
         pytest.skip("no compiler, or other products of bfloat16")
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
     try:
         both_ways(lean("qwen3"), monkeypatch, [2, 0], [5, 3])
+        both_ways(lean("gemma2", vocab=192), monkeypatch, [1, 0], [1, 2])
     finally:
         torch.set_num_threads(1)
 
@@ -171,7 +173,7 @@ def test_the_order_of_sums_is_found() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize(("outputs", "inputs"), [(192, 576), (64, 1536)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 576), (64, 1536), (832, 64)])
 def test_a_products_row_has_the_librarys_bits_among_any_number_of_rows(outputs: int, inputs: int, threads: int) -> None:
     """Every form of the compiled loop; sums of one and of several pieces; blocks of columns that threads share."""
     if not supported():

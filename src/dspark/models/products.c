@@ -235,21 +235,22 @@ static struct rounded new_rounded(int64_t rows, int64_t widest) {
 }
 
 /* The columns that are one thread's, of ``me`` of ``all``, in half blocks: begin to end of each of ``parts`` equal parts.
- */
+ * Over few rows the memory decides: then a block stays whole, for whoever reads half of it gets the rest as well. */
 struct shares {
     int64_t begin, end, part;
 };
 
-static inline struct shares my_shares(const struct product *p, int64_t parts, int64_t me, int64_t all) {
+static inline struct shares my_shares(const struct product *p, int64_t rows, int64_t parts, int64_t me, int64_t all) {
     int64_t halves = p->out / (HALF * LANES) / parts;
-    return (struct shares){halves * me / all, halves * (me + 1) / all, halves};
+    int64_t least = rows <= ROWS && halves % 2 == 0 && halves >= 8 * all ? 2 : 1;
+    return (struct shares){halves / least * me / all * least, halves / least * (me + 1) / all * least, halves};
 }
 
 /* One thread's share of a product. ``room`` is read where weights have eight bits. Half a block, whose other half is
  * another thread's, comes last. */
 static void share(const struct product *p, const state *x, state *y, int64_t rows, int64_t parts, int64_t me,
                   int64_t all, const struct rounded *room) {
-    struct shares mine = my_shares(p, parts, me, all);
+    struct shares mine = my_shares(p, rows, parts, me, all);
     for (int64_t from = 0; from < rows; from += CHUNK, x += CHUNK * p->in, y += CHUNK * p->out) {
         int64_t some = rows - from < CHUNK ? rows - from : CHUNK;
 #ifdef __AVX512VNNI__
@@ -267,8 +268,8 @@ static void share(const struct product *p, const state *x, state *y, int64_t row
 }
 
 /* What a thread may ask for of its share before the product begins: the first of what it reads, within one cache. */
-static struct later my_first(const struct product *p, int64_t parts, int64_t me, int64_t all) {
-    struct shares mine = my_shares(p, parts, me, all);
+static struct later my_first(const struct product *p, int64_t rows, int64_t parts, int64_t me, int64_t all) {
+    struct shares mine = my_shares(p, rows, parts, me, all);
     int64_t half = HALF * LANES * p->in * (p->scale ? 1 : 2), size = (mine.end - mine.begin) * half; /* in bytes */
     const char *from = (const char *)p->weight + (mine.begin + mine.begin % 2) * half;
     return (struct later){from, from + (size < MOST_LATER ? size : MOST_LATER)};

@@ -103,7 +103,7 @@ static void add_and_norm(const struct pass *p, struct member *m, const float *fi
 
 /* Gates of the columns that this thread has just computed. */
 static void gates(const struct pass *p, const struct product *gate_up, const struct member *m) {
-    struct shares mine = my_shares(gate_up, 2, m->me, m->all);
+    struct shares mine = my_shares(gate_up, p->tokens, 2, m->me, m->all);
     int64_t width = gate_up->out / 2;
     for (int64_t r = 0; r < p->tokens; r++) {
         const state *gate = p->gate_up + 2 * r * width;
@@ -148,30 +148,32 @@ static void embed(const struct pass *p) {
     }
 }
 
-/* What each thread of the team does. */
+/* What each thread of the team does. Whoever has a block more than others in one product has one less in the next, and
+ * there what it could not ask for while the others waited. */
 static void run(const struct pass *p, struct member *m, const struct units *units, float *scores,
                 const struct rounded *room) {
-    int64_t rows = p->tokens, me = m->me, all = m->all;
+    int64_t rows = p->tokens, me = m->me, all = m->all, other = all - 1 - me;
     if (p->ids) embed(p);
     norms(p, p->x, 0, 0, p->h, p->first_norm);
-    meet(m, my_first(&p->layers->qkv, 1, me, all));
+    meet(m, my_first(&p->layers->qkv, rows, 1, me, all));
     if (me == 0) keep_features(p, EMBEDDINGS, p->x);
     for (int64_t i = 0; i < p->count; i++) {
         const struct layer *layer = p->layers + i;
-        struct later o = my_first(&layer->o, 1, me, all), gate_up = my_first(&layer->gate_up, 2, me, all);
-        struct later down = my_first(&layer->down, 1, me, all), following = {o.from, o.from};
-        if (i + 1 < p->count) following = my_first(&layer[1].qkv, 1, me, all);
-        else if (p->logits) following = my_first(&p->head, 1, me, all);
-        share(&layer->qkv, p->h, p->qkv, rows, 1, me, all, room);
+        int64_t one = i % 2 ? other : me, two = i % 2 ? me : other;
+        struct later o = my_first(&layer->o, rows, 1, two, all), gate_up = my_first(&layer->gate_up, rows, 2, me, all);
+        struct later down = my_first(&layer->down, rows, 1, one, all), following = {o.from, o.from};
+        if (i + 1 < p->count) following = my_first(&layer[1].qkv, rows, 1, two, all);
+        else if (p->logits) following = my_first(&p->head, rows, 1, me, all);
+        share(&layer->qkv, p->h, p->qkv, rows, 1, one, all, room);
         meet(m, o);
         attention_of(p, layer, m, units, scores, o);
-        share(&layer->o, p->attended, p->added, rows, 1, me, all, room);
+        share(&layer->o, p->attended, p->added, rows, 1, two, all, room);
         meet(m, gate_up);
         add_and_norm(p, m, layer->attention_out_norm, layer->feedforward_norm, gate_up);
         share(&layer->gate_up, p->h, p->gate_up, rows, 2, me, all, room);
         gates(p, &layer->gate_up, m);
         meet(m, down);
-        share(&layer->down, p->gated, p->added, rows, 1, me, all, room);
+        share(&layer->down, p->gated, p->added, rows, 1, one, all, room);
         meet(m, following);
         add_and_norm(p, m, layer->feedforward_out_norm, layer->following_norm, following);
         if (me == 0) keep_features(p, i, p->x);
