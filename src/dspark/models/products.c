@@ -195,10 +195,8 @@ static void round_row(const state *x, int64_t in, int8_t *numbers, float *scales
 /* The products of ``rows`` rows with some columns, in groups as equal as can be. */
 static void columns(const struct product *p, const state *x, const struct rounded *eight, state *y, int64_t rows,
                     int64_t column, int vectors) {
-#define EACH(F) \
-    switch (some * 8 + vectors) { \
-        F(1, HALF) F(2, HALF) F(3, HALF) F(4, HALF) F(1, 2 * HALF) F(2, 2 * HALF) F(3, 2 * HALF) F(4, 2 * HALF) \
-    }
+#define FEW(F, v) F(1, v) F(2, v)
+#define SOME(F, v) F(3, v) F(4, v)
 #define TILE(n, v) case n * 8 + v: tile(p, x + from * p->in, y + from * p->out, at, n, v, 0); break;
 #define TILE_OF_EIGHT(n, v) case n * 8 + v: tile_of_eight(p, eight, from, y + from * p->out, at, n, v); break;
 #define ONCE(n, v) case n * 8 + v: tile(p, x, y, at, n, v, 1); return;
@@ -215,11 +213,14 @@ static void columns(const struct product *p, const state *x, const struct rounde
         at.last = groups > 1 ? vectors * (g + 1) / groups : 0;
 #ifdef __AVX512VNNI__
         if (p->scale) {
-            EACH(TILE_OF_EIGHT)
+            switch (some * 8 + vectors) {
+                FEW(TILE_OF_EIGHT, HALF) FEW(TILE_OF_EIGHT, 2 * HALF)
+                SOME(TILE_OF_EIGHT, HALF) SOME(TILE_OF_EIGHT, 2 * HALF)
+            }
             continue;
         }
 #endif
-        EACH(TILE)
+        switch (some * 8 + vectors) { SOME(TILE, HALF) SOME(TILE, 2 * HALF) } /* of nine rows: none smaller */
     }
 }
 
@@ -234,8 +235,8 @@ static struct rounded new_rounded(int64_t rows, int64_t widest) {
     return room;
 }
 
-/* The columns that are one thread's, of ``me`` of ``all``, in half blocks: begin to end of each of ``parts`` equal parts.
- * Over few rows the memory decides: then a block stays whole, for whoever reads half of it gets the rest as well. */
+/* The columns that are one thread's, of ``me`` of ``all``, in half blocks: begin to end of each of ``parts`` equal
+ * parts. Over few rows the memory decides: then a block stays whole, for whoever reads half of it gets the rest as well. */
 struct shares {
     int64_t begin, end, part;
 };
