@@ -236,7 +236,7 @@ static struct rounded new_rounded(int64_t rows, int64_t widest) {
 }
 
 /* The columns that are one thread's, of ``me`` of ``all``, in half blocks: begin to end of each of ``parts`` equal
- * parts. Over few rows the memory decides: then a block stays whole, for whoever reads half of it gets the rest as well. */
+ * parts. Over few rows the memory decides: then a block stays whole, for whoever reads half of it gets the rest too. */
 struct shares {
     int64_t begin, end, part;
 };
