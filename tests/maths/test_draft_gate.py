@@ -10,7 +10,7 @@ from hypothesis.extra.numpy import arrays
 
 from dspark.errors import ScheduleError
 from dspark.maths import draft_gate, survival_history
-from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay
+from dspark.maths.draft_gate import Consents, ProbeClock, Refusals, choose_depths, could_pay
 from dspark.maths.global_scheduling import greedy_lens
 from dspark.maths.step_costs import StepCosts, convex_from, interpolated, step_costs
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
@@ -310,3 +310,15 @@ def test_the_gate_judges_by_the_rule_that_follows() -> None:
     count = int(lens.sum())
     expected = (8 + sum(sorted(survival.ravel().tolist(), reverse=True)[:count])) / steps[0, 8 + count]
     assert bound.throughput == pytest.approx(expected)
+
+
+def test_consent_is_kept_for_few_requests_for_a_few_steps_and_for_the_same_ones_alone() -> None:
+    some, none = np.array([3, 2]), np.array([3, 0])
+    consents = Consents(steps=3, requests=2)
+    assert consents.held([4, 7]) is None
+    consents.keep([4, 7], some)
+    assert [consents.held(numbers) is some for numbers in ([4, 7], [4], [4, 7], [4, 7])] == [True, False, True, False]
+    consents.keep([4, 7], none)
+    assert consents.held([4, 7]) is None
+    consents.keep([1, 2, 3], np.array([1, 1, 1]))
+    assert consents.held([1, 2, 3]) is None

@@ -245,6 +245,29 @@ class Refusals:
         return True
 
 
+class Consents:
+    """Keeps the depths of a step that drafted for all of its few requests, for a few steps: they change slowly, and
+    with so few tokens in a step deciding takes a noticeable share of it."""
+
+    def __init__(self, *, steps: int = 4, requests: int = 4) -> None:
+        """``steps`` that one decision serves, its own included; ``requests``: the most it is kept for."""
+        self._steps, self._most, self._left = steps, requests, 0
+        self._numbers: list[int] = []
+        self._depth: Lens = np.zeros(0, dtype=np.int64)
+
+    def keep(self, numbers: list[int], depth: Lens) -> None:
+        """The requests ``numbers`` were given ``depth``."""
+        self._left = self._steps - 1 if len(numbers) <= self._most and bool(depth.all()) else 0
+        self._numbers, self._depth = numbers, depth
+
+    def held(self, numbers: list[int]) -> Lens | None:
+        """What the same requests were given, if it still stands; counts a step."""
+        if not self._left or numbers != self._numbers:
+            return None
+        self._left -= 1
+        return self._depth
+
+
 class ProbeClock:
     """When refused requests are drafted for regardless, and which: those that have waited longest, a few at a time."""
 

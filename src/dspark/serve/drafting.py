@@ -26,7 +26,7 @@ from dspark.maths.batch_schedulers import (
     StepDrafts,
     ThresholdBatch,
 )
-from dspark.maths.draft_gate import ProbeClock, Refusals, choose_depths, could_pay, first_few, probe_cost
+from dspark.maths.draft_gate import Consents, ProbeClock, Refusals, choose_depths, could_pay, first_few, probe_cost
 from dspark.maths.step_costs import StepCosts
 from dspark.maths.survival_history import SurvivalHistory, round_survivals
 from dspark.models.batch_drafter import BatchDrafter, BatchProposal, DraftAsk
@@ -101,7 +101,7 @@ class DraftPlanner:
         )
         self._arithmetic = fast_arithmetic()
         self.history = SurvivalHistory(seats, block_size=block)
-        self._clock, self._refusals = ProbeClock(seats), Refusals()
+        self._clock, self._refusals, self._consents = ProbeClock(seats), Refusals(), Consents()
 
     @property
     def drafts(self) -> bool:
@@ -149,7 +149,10 @@ class DraftPlanner:
         """Drafts to ask the drafter for."""
         limits = np.array([flight.most_drafts for flight in flights], dtype=np.int64).clip(0, self._block)
         limits[list(looked_up)] = 0
-        return self._gate(flights, limits, other_tokens, context) if self._gated and limits.any() else limits
+        if not self._gated or not limits.any():
+            return limits
+        held = None if other_tokens else self._consents.held([flight.number for flight in flights])
+        return self._gate(flights, limits, other_tokens, context) if held is None else np.minimum(held, limits)
 
     def _gate(self, flights: Sequence[Flight], limits: Lens, other_tokens: int, context: float) -> Lens:
         """Drafts to ask for: what the gate lets through, and a probe where one is due."""
@@ -166,10 +169,12 @@ class DraftPlanner:
                 context=context,
                 judged=self._curves.judged(len(flights), other_tokens, context),
                 arithmetic=self._arithmetic,
-            ).depth.copy()
+            ).depth
+        self._consents.keep([flight.number for flight in flights], depth)  # without the probe
         if not depth.any() and not (other_tokens and self._could_pay(survival, limits, 0, context)):
             self._refusals.refuse(len(flights))  # also for the steps behind a prompt
         probed = self._clock.due(rows, depth, limits, cost=self._probe_cost(len(flights)))
+        depth = depth.copy()
         depth[probed] = limits[probed]
         return first_few(depth, known_rounds=self.history.rounds)
 
