@@ -64,11 +64,7 @@ def main() -> None:
     sizes = [int(size) for size in args.tokens.split(",")]
     lines = measure(target, args.context, sizes, args.repeats)
     if args.json:
-        print(
-            json.dumps(
-                {"lines": lines, "reading": bare, "threads": torch.get_num_threads(), "provenance": provenance()}
-            )
-        )
+        print(json.dumps({"lines": lines, "threads": torch.get_num_threads(), "provenance": provenance()}))
         return
     print(f"{'tokens':>6} {'without head':>13} {'with logits':>12} {'GB/s':>6}")
     for line in lines:
