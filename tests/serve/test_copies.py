@@ -6,13 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from history_rig import HistoryTarget
+from engine_rig import eager_lookup, run
+from history_rig import HistoryDrafter, HistoryTarget
 
 from dspark.maths.step_costs import StepCosts
+from dspark.models.lookup_drafter import LookupDrafter
 from dspark.serve.copies import PAUSE, CopyFinder
 from dspark.serve.curves import Curves
+from dspark.serve.engine import Engine
 from dspark.serve.flight import Flight, open_flight
 from dspark.serve.request import GenerationRequest
+from dspark.serve.settings import EngineConfig
 
 TARGET = HistoryTarget(vocab_size=64, max_len=200)
 PASSAGE = tuple(range(10, 30))
@@ -63,3 +67,17 @@ def test_prompts_in_the_step_do_not_make_copies_look_cheap() -> None:
     fleet = [flight(REPEATS)]
     assert CopyFinder(block=BLOCK, curves=made).find(fleet, other_tokens=0, context=30.0)
     assert not CopyFinder(block=BLOCK, curves=made).find(fleet, other_tokens=20, context=30.0)
+
+
+def test_an_engine_looks_up_ahead_of_the_drafter_it_was_given() -> None:
+    drafter = HistoryDrafter(TARGET, block_size=BLOCK, blur=1.0)
+    for given, scheduler, name, finds in (
+        (LookupDrafter(drafter), "fixed", "history with lookup", True),
+        (drafter, "fixed", "history", False),
+        (LookupDrafter(drafter), "none", "none", False),
+    ):
+        made = Engine(TARGET, given, config=EngineConfig(seats=1, scheduler=scheduler, page_size=4, pages=60))
+        with eager_lookup():
+            run(made, [GenerationRequest(request_id="r", prompt_ids=REPEATS, max_new_tokens=20)])
+        assert made.drafter_name == name and bool(made.stats().lookup_rounds) == finds
+        assert made.drafter.name == name.removesuffix(" with lookup")

@@ -37,7 +37,7 @@ class AsyncEngine:
         self.engine = engine
         self.info = EngineInfo(
             model=engine.target.info.name,
-            drafter=engine.drafter.name,
+            drafter=engine.drafter_name,
             scheduler=engine.config.scheduler,
             max_len=engine.max_len,
             block_size=engine.drafter.block_size,

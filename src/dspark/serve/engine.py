@@ -57,9 +57,10 @@ class Engine:
         Raises :class:`ConfigError` for settings that the target cannot serve.
         """
         self.target, self.chat, self.config = target, chat, config or EngineConfig()
-        lookup = isinstance(drafter, LookupDrafter) and self.config.scheduler != "none"
-        drafter = drafter.inner if isinstance(drafter, LookupDrafter) else drafter
-        inner = batched(NoDrafter() if self.config.scheduler == "none" else drafter, target)
+        if self.config.scheduler == "none":
+            drafter = NoDrafter()
+        self.drafter_name, lookup = drafter.name, isinstance(drafter, LookupDrafter)
+        inner = batched(drafter.inner if isinstance(drafter, LookupDrafter) else drafter, target)
         self.drafter = LazyDrafter(inner, postpones=self.config.gated and isinstance(target, PagedTarget))
         self.max_len = min(self.config.max_len or target.info.max_len, target.info.max_len)
         self.roster = make_roster(target, self.drafter, self.config, max_len=self.max_len)
