@@ -206,7 +206,7 @@ class DraftPlanner:
         if looked_up:
             proposal = proposal.with_certain([drafts for drafts, _ in looked_up.values()])
             plan.looked_up = frozenset(flights[i].number for i in looked_up)
-        plan.proposal, places = proposal, np.concatenate((asked, list(looked_up))).astype(np.int64)
+        plan.proposal, places = proposal, [*asked.tolist(), *looked_up]
         drafts = proposal.draft_tokens.tolist()
         useful = proposal.proposed.copy()
         for row, i in enumerate(places):
@@ -218,18 +218,14 @@ class DraftPlanner:
                     plan.failed.append((flights[i], error))
         plan.proposed = np.zeros_like(plan.asked)
         plan.proposed[places] = useful
-        confidence, known = np.zeros((len(flights), self._block)), None
-        if of_drafter is not None:
-            known = self._confidences.of(of_drafter, [flights[i].request.sampling.greedy for i in asked])
-            if known is None and self.scheduler.needs_confidence:
-                known = self.history.confidence(_seats([flights[i] for i in asked]))
+        known = None if of_drafter is None else self._known([flights[i] for i in asked], of_drafter)
+        confidence = np.zeros((len(flights), self._block))
         if known is not None:
             confidence[asked] = known
+            plan.confidence = confidence
         for i, (_, chances) in looked_up.items():
             confidence[i, : len(chances)] = chances
-        if known is not None or looked_up:
-            confidence[np.arange(self._block) >= plan.proposed[:, None]] = 0.0
-        plan.confidence = None if known is None else confidence
+        confidence[np.arange(self._block) >= plan.proposed[:, None]] = 0.0
         sps = None
         if self._curves is not None:
             sps = self._curves.sps(len(flights), len(asked), int(plan.asked.max()), other_tokens, context)
@@ -240,6 +236,14 @@ class DraftPlanner:
             count = int(proposal.proposed[row])
             if count:
                 plan.drafts[flights[i].number] = (row, drafts[row][:count], int(plan.verify_lens[i]))
+
+    def _known(self, flights: Sequence[Flight], proposal: BatchProposal) -> Float[np.ndarray, "asks block"] | None:
+        """What is known of the chances of the drafter's proposals, or has to be; None for a rule that does without."""
+        assert self.scheduler is not None
+        known = self._confidences.of(proposal, [flight.request.sampling.greedy for flight in flights])
+        if known is None and self.scheduler.needs_confidence:
+            return self.history.confidence(_seats(flights))
+        return known
 
     def foresee(self, flights: Sequence[Flight]) -> None:
         """During a pass: let a scheduler that can settle the next step's size, should it be of these requests."""
