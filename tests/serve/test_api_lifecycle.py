@@ -51,7 +51,7 @@ def test_a_client_that_leaves_frees_its_seats(streamed: bool) -> None:
             try:
                 with client.stream("POST", PATH, json=body) as reply:
                     assert streamed and next(reply.iter_bytes())
-                    assert len(engine.running) == 3
+                    eventually(lambda: len(engine.running) == 3)  # the first bytes may be ahead of them
             except httpx.ReadTimeout:
                 assert not streamed
         eventually(lambda: not engine.running and server.service.in_flight == 0)
