@@ -130,6 +130,6 @@ def test_copies_are_checked_where_the_likeliest_pay(rows: list[list[float]], slo
     rates = [(requests + sum(survivals[:count])) / judged[count] for count in range(len(judged))]
     best = int(np.argmax(rates))
     drafted, plain = (requests + sum(survivals[:best])) / seconds[best], requests / seconds[0]
-    for margin in (0.0, 0.04):
+    for margin in (0.0, 0.08):
         told = worth_checking(rows, requests=requests, seconds=seconds, judged=judged, margin=margin)
         assert told == (drafted > (1 + margin) * plain) or drafted == pytest.approx((1 + margin) * plain, rel=1e-9)

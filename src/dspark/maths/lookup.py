@@ -116,14 +116,14 @@ def worth_checking(
     requests: int,
     seconds: Sequence[float],
     judged: Sequence[float],
-    margin: float = 0.04,
+    margin: float = 0.08,
 ) -> bool:
     """Whether a step of ``requests`` gains by drafts that cost nothing to make, whose c_k are ``confidence``.
 
     ``seconds`` of a pass by drafts checked, 0 of them first; ``judged``: the same as the scheduler goes by, which
     admits the number best by those. As with :func:`dspark.maths.draft_gate.choose_depths`, what that number brings in
     time of ``seconds`` must be more than no drafts bring, by the share ``margin``: a step with drafts also has more
-    to do beside its pass, and costs are known to a few hundredths.
+    to do beside its pass, and costs, measured in a moment on short contexts, are known to some hundredths.
     """
     chances = sorted((chance for row in confidence for chance in accumulate(row, mul)), reverse=True)
     tokens = list(accumulate(chances, initial=float(requests)))
