@@ -26,7 +26,7 @@ from dspark.bundle import Bundle
 from dspark.core import SamplingParams
 from dspark.data.features import Sample
 from dspark.data.samples import read_prompts, read_samples
-from dspark.maths.lookup import TextIndex
+from dspark.maths.lookup import TextIndex, continuation
 from dspark.models.drafter import Drafter
 from dspark.models.target import Target
 
@@ -63,13 +63,6 @@ def class_of(alike: int) -> int:
     return max(least for least in CLASSES if least <= alike)
 
 
-def continued(text: Sequence[int], place: int) -> list[int]:
-    drafts: list[int] = []
-    for at in range(place, place + BLOCK):
-        drafts.append(text[at] if at < len(text) else drafts[at - len(text)])
-    return drafts
-
-
 def measure(sample: Sample, tokens: int, classes: dict[int, Class], beside: tuple[Target, Drafter] | None) -> None:
     """Every place of an answer but its first token's."""
     ids = sample.token_ids.tolist()
@@ -81,7 +74,7 @@ def measure(sample: Sample, tokens: int, classes: dict[int, Class], beside: tupl
     for at in range(begin + 1, len(ids)):
         alike, place = index.longest_match()
         found = classes[class_of(alike)]
-        stood = in_a_row(continued(text, place), ids[at : at + BLOCK]) if alike else 0
+        stood = in_a_row(continuation(text, place, BLOCK), ids[at : at + BLOCK]) if alike else 0
         found.add(alike, stood, len(ids) - at)
         if drafted is not None:
             found.compared += 1

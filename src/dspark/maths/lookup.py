@@ -32,6 +32,14 @@ TRUSTED = 0.6  # least confidence of a first draft that is proposed
 PRIOR_MISSES = 4.0  # misses for which a text's own record counts as much as the rule
 
 
+def continuation(text: Sequence[int], place: int, count: int) -> list[int]:
+    """``count`` tokens from ``place`` on; one that runs into the text's end goes on with its own tokens."""
+    drafts: list[int] = []
+    for at in range(place, place + count):
+        drafts.append(text[at] if at < len(text) else drafts[at - len(text)])
+    return drafts
+
+
 class TextIndex:
     """Where each three tokens in a row stood in a text that grows."""
 
@@ -81,9 +89,8 @@ class Lookup:
     def drafts(self, limit: int) -> tuple[list[int], list[float]]:
         """Up to ``limit`` drafts for the end of the text and their confidences c_k; none where no match is trusted.
 
-        A continuation that runs into the text's end goes on with its own tokens. The confidences learn from the text:
-        each token that a former draft was to be counts as kept or missed, checked by the target or not, so nothing
-        depends on how many drafts a scheduler let through.
+        The confidences learn from the text: each token that a former draft was to be counts as kept or missed, checked
+        by the target or not, so nothing depends on how many drafts a scheduler let through.
         """
         self._settle()
         if limit < 1:
@@ -92,9 +99,7 @@ class Lookup:
         alike, place = self._index.longest_match()
         if not alike or alike < TRUSTED * (alike + weight):
             return [], []
-        drafts: list[int] = []
-        for at in range(place, place + limit):
-            drafts.append(text[at] if at < len(text) else drafts[at - len(text)])
+        drafts = continuation(text, place, limit)
         confidence = [n / (n + weight) for n in range(alike, alike + limit)]
         self._open = (len(text), drafts, confidence)
         return drafts, confidence

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dspark.core import Proposal, SamplingParams
 from dspark.errors import ConfigError
+from dspark.maths.lookup import continuation
 from dspark.models.drafter import EMPTY
 
 
@@ -64,19 +65,10 @@ class NgramDrafter:
         for n in range(self.max_match, self.min_match - 1, -1):
             where = state.after.get(tuple(known[-n:])) if len(known) >= n else None
             if where is not None:
-                drafts = self._continuation(known, where, min(limit, self.block_size))
+                drafts = continuation(known, where, min(limit, self.block_size))
                 drafts = list(takewhile(lambda token: token not in sampling.banned_token_ids, drafts))
                 return Proposal(torch.tensor(drafts, dtype=torch.long)) if drafts else EMPTY
         return EMPTY
-
-    @staticmethod
-    def _continuation(known: list[int], where: int, count: int) -> list[int]:
-        """``count`` tokens from ``where`` on; a continuation that overlaps the ending feeds on its own output."""
-        drafts: list[int] = []
-        for i in range(max(0, count)):
-            at = where + i
-            drafts.append(known[at] if at < len(known) else drafts[at - len(known)])
-        return drafts
 
     def _index(self, state: NgramState) -> None:
         """Note that whatever is appended next follows the n-grams that end here. Idempotent."""
